@@ -1,0 +1,1 @@
+"""rapidkda: Kimi Delta Attention for serving."""

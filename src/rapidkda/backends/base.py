@@ -1,0 +1,68 @@
+"""The backend contract.
+
+A backend differs from another in speed only. It takes validated calls (`rapidkda.problem`), writes `call.out` and the
+pools in place, returns nothing, and never synchronises with the device when host values were given. Before it is
+chosen it answers one question: what of this request can it not do here?
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..device import Device
+from ..problem import (
+    CommitCall,
+    ConvCall,
+    DecodeCall,
+    GateKind,
+    NormCall,
+    Op,
+    PrefillCall,
+    Sizes,
+    VerifyCall,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller is going to ask for, as plain values: enough for a backend to say yes, or why not."""
+
+    op: Op
+    device: Device
+    dtype: torch.dtype = torch.bfloat16
+    key_dim: int = 128
+    value_dim: int = 128
+    gate: GateKind = "bounded"
+    state_dtype: torch.dtype = torch.float32
+    grouped_values: bool = False  # HV > H
+    requires_grad: bool = False
+    checkpoints: bool = False
+
+
+class Backend(Protocol):
+    """One implementation of the operators."""
+
+    name: str
+
+    def unmet(self, request: Request) -> list[str]:
+        """Every requirement of this backend that the request or this machine does not meet; empty if it can run."""
+        ...
+
+    def workspace_bytes(self, op: Op, sizes: Sizes) -> int:
+        """Scratch bytes that a call within `sizes` needs from the caller's workspace."""
+        ...
+
+    def prefill(self, call: PrefillCall) -> None: ...
+
+    def decode(self, call: DecodeCall) -> None: ...
+
+    def verify(self, call: VerifyCall) -> None: ...
+
+    def commit(self, call: CommitCall) -> None: ...
+
+    def conv(self, call: ConvCall) -> None: ...
+
+    def norm(self, call: NormCall) -> None: ...

@@ -1,0 +1,46 @@
+"""Every environment variable that rapidkda reads, typed. A value that cannot be parsed raises."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"", "0", "false", "no", "off"}
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """Read a boolean variable: 1/true/yes/on or 0/false/no/off (any case)."""
+    raw = os.environ.get(name)
+    if raw is None:
+        return default
+    value = raw.strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"environment variable {name} must be one of 1, 0, true, false, yes, no, on, off; got {raw!r}")
+
+
+def check_device_values() -> bool:
+    """RAPIDKDA_CHECK: also check values that live on a device (costs a device-to-host copy a call)."""
+    return flag("RAPIDKDA_CHECK")
+
+
+PREFILL_BACKEND = "RAPIDKDA_PREFILL_BACKEND"
+DECODE_BACKEND = "RAPIDKDA_DECODE_BACKEND"
+
+
+def backend_name(variable: str) -> str | None:
+    """The backend that an environment variable asks for, or None. Names are validated by the resolver."""
+    raw = os.environ.get(variable)
+    return raw.strip() if raw is not None and raw.strip() else None
+
+
+def cache_dir() -> Path:
+    """RAPIDKDA_CACHE_DIR: where compiled kernels are kept (default: ~/.cache/rapidkda)."""
+    raw = os.environ.get("RAPIDKDA_CACHE_DIR")
+    if raw:
+        return Path(raw).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rapidkda"

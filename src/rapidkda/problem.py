@@ -1,0 +1,203 @@
+"""Validated calls. The front door (`rapidkda.ops`) builds one of these per call after all checks; backends take nothing
+else, so a backend never sees a bad argument and never repeats a check.
+
+Shapes: T tokens of the step, H query/key heads, HV value heads (HV % H == 0), K key dim, V value dim, N segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .segments import Checkpoints, Segments
+
+Op = Literal["prefill", "decode", "verify", "conv", "norm"]
+OPS: tuple[Op, ...] = ("prefill", "decode", "verify", "conv", "norm")
+GateKind = Literal["log_decay", "bounded", "softplus"]
+
+CHECKPOINT_ALIGNMENT = 16  # tokens; every backend exports states at multiples of this
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """How `g` becomes a log decay.
+
+    log_decay: g already is the log decay (<= 0).
+    bounded:   lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), lower_bound in [-5, 0).
+    softplus:  -exp(A_log) * softplus(g + dt_bias), without a floor.
+    """
+
+    kind: GateKind
+    lower_bound: float | None = None
+    A_log: Tensor | None = None  # float32 [HV], dense; None means amplitude 1
+    dt_bias: Tensor | None = None  # float32 [HV, K], dense; None means 0
+
+
+@dataclass(slots=True, eq=False)
+class Tokens:
+    """The token-axis inputs of a KDA call. Strides are free but for the last dimension of q, k, v and g."""
+
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, HV, V]
+    g: Tensor  # [T, HV, K] raw logits or log decay, see gate
+    beta: Tensor  # [T, HV], both strides free
+    gate: Gate
+    beta_logits: bool  # beta must pass a sigmoid
+    beta_scale: float  # multiplies the sigmoid: 2 with allow_neg_eigval, else 1
+    l2norm: bool  # q and k must be L2-normalised (eps 1e-6 under the root)
+    scale: float  # multiplies q
+
+    @property
+    def count(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def value_heads(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def key_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[2]
+
+
+@dataclass(slots=True, eq=False)
+class PrefillCall:
+    """Chunked prefill of any number of segments.
+
+    Segment n starts from row read_slots[n] of `initial` where has_initial_state[n], else from zero, and leaves its last
+    state in row write_slots[n] of `final`. A slot that is the padding marker, or outside its pool, makes its row
+    padding: no state is read or written and its output rows are zero. Pools may be one tensor (in place); a backend
+    must then read a slot before it writes it. An empty segment leaves its state as it starts: unchanged, or zero.
+    Output rows that no segment covers are not written.
+    """
+
+    tokens: Tokens
+    segments: Segments
+    out: Tensor  # [T, HV, V], dtype of v, last dimension dense
+    initial: Tensor | None  # [S, HV, V, K] if state_v_first else [S, HV, K, V]; slot stride free, rest dense
+    final: Tensor | None
+    read_slots: Tensor | None  # int32/int64 [N], stride free; None: row n belongs to segment n
+    write_slots: Tensor | None
+    has_initial_state: Tensor | None  # bool/int32/uint8 [N]; None: every segment, if `initial` is given
+    state_v_first: bool
+    pad_slot: int  # padding marker of slot tensors
+    checkpoints: Checkpoints | None  # offsets are multiples of CHECKPOINT_ALIGNMENT
+    checkpoint_pool: Tensor | None  # like `final`, any state dtype
+    workspace: Tensor | None  # uint8, at least workspace_bytes(); None: the backend allocates
+
+
+@dataclass(slots=True, eq=False)
+class DecodeCall:
+    """One token for each of N rows, in place on the pool.
+
+    Row n is the token segments.first_token[n] (length 1; length 0 leaves everything untouched).
+    """
+
+    tokens: Tokens
+    segments: Segments
+    out: Tensor  # [T, HV, V]
+    pool: Tensor  # as PrefillCall.initial
+    read_slots: Tensor  # int32/int64 [N]
+    write_slots: Tensor  # int32/int64 [N]
+    state_v_first: bool
+    pad_slot: int
+
+
+@dataclass(slots=True, eq=False)
+class VerifyCall:
+    """Speculative verification: segment n is 1 + k_n tokens, k_n <= k_max; see `rapidkda.ops.verify`.
+
+    Slot per position (`records` is None): slots [N, 1 + k_max]. Start from slots[n, a - 1] with
+    a = clamp(accepted[n], 1, 1 + k_max); the state after token j goes to slots[n, j].
+
+    Replay (`records` given): slots [N]. Apply the first a = clamp(accepted[n], 0, 1 + k_max) records of the slot to
+    its state, store that state in the slot, then run the tokens from it and store their records; the state after the
+    tokens is not stored.
+    """
+
+    tokens: Tokens
+    segments: Segments
+    out: Tensor  # [T, HV, V]
+    pool: Tensor
+    slots: Tensor  # int32/int64 [N, 1 + k_max] or [N]
+    accepted: Tensor  # int32/int64 [N]
+    records: Tensor | None  # float32 [S, 1 + k_max, HV, 2K + V], dense per slot: k | log decay | correction u
+    state_v_first: bool
+    pad_slot: int
+
+
+@dataclass(slots=True, eq=False)
+class CommitCall:
+    """Apply the first `accepted` records of each slot to its state, in place; 0 leaves the state bit-unchanged."""
+
+    pool: Tensor
+    records: Tensor
+    slots: Tensor  # [N]
+    accepted: Tensor  # [N]
+    state_v_first: bool
+    pad_slot: int
+
+
+@dataclass(slots=True, eq=False)
+class ConvCall:
+    """Causal depthwise convolution with history; see `rapidkda.ops.causal_conv`.
+
+    The history of a slot is `window` = pool[slot] as [L, C], oldest first. A segment reads W - 1 entries from offset
+    a - 1 with a = clamp(accepted[n], 1, L - W + 2) (offset 0 without `accepted`), or zeros where has_initial_state is
+    false. It writes from entry 0: with `keep_all` (verification) the W - 2 newest old entries and all of its tokens,
+    else the newest W - 1 entries.
+    """
+
+    x: Tensor  # [T, C], last dimension dense
+    weight: Tensor  # [C, W], any float dtype
+    bias: Tensor | None  # [C]
+    out: Tensor  # [T, C]
+    segments: Segments
+    pool: Tensor | None  # [S, C, L], or [S, L, C] with channels_last; slot stride free
+    channels_last: bool
+    read_slots: Tensor | None
+    write_slots: Tensor | None
+    has_initial_state: Tensor | None
+    accepted: Tensor | None
+    keep_all: bool
+    silu: bool
+    pad_slot: int
+    checkpoints: Checkpoints | None
+    checkpoint_pool: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class NormCall:
+    """out = rms_norm(x) * weight * activation(z), per head."""
+
+    x: Tensor  # [T, H, D], last dimension dense
+    z: Tensor  # [T, H, D], last dimension dense
+    weight: Tensor  # [D]
+    eps: float
+    activation: Literal["sigmoid", "silu"]
+    out: Tensor  # [T, H, D]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Maxima that a workspace is planned for."""
+
+    tokens: int
+    segments: int
+    heads: int
+    value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16

@@ -1,0 +1,165 @@
+"""The segment table: which tokens of a step belong to which request.
+
+Every request's tokens are contiguous on the step's token axis, in the engine's own order, so a request is a segment
+(first_token, length). Kernels read the table and need neither gathers nor packed copies. The table lives on the
+device; where the host knows it too, `host` carries the same values, so that nothing is ever copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import checks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Segments of a token axis.
+
+    Attributes:
+        first_token: int32 [N] on the device, the first token of each segment.
+        length: int32 [N] on the device, tokens in each segment; 0 is legal.
+        max_length: host-side upper bound of `length` (sizes launches; exact when `host` is given).
+        host: the same (first_token, length) as int64 numpy arrays, or None when only the device knows.
+    """
+
+    first_token: Tensor
+    length: Tensor
+    max_length: int
+    host: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def count(self) -> int:
+        return self.length.shape[0]
+
+    @staticmethod
+    def from_lengths(
+        lengths: Sequence[int], device: torch.device | str = "cpu", first_token: Sequence[int] | None = None
+    ) -> Segments:
+        """Build from host values. Without `first_token` the segments are packed one after another."""
+        length = _host_array("lengths", lengths)
+        if first_token is None:
+            first = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)[:-1]]) if len(length) else length
+        else:
+            first = _host_array("first_token", first_token)
+            if len(first) != len(length):
+                raise ValueError(f"first_token must have one entry a segment ({len(length)}), got {len(first)}")
+        both = torch.from_numpy(np.stack([first, length]).astype(np.int32)).to(device)
+        return Segments(both[0], both[1], int(length.max(initial=0)), (first, length))
+
+    @staticmethod
+    def from_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None, max_length: int = 0) -> Segments:
+        """Build from cumulative lengths [N+1] (already validated) without a copy to the host.
+
+        `cu_seqlens_cpu` is the same tensor on the host; without it `max_length` must bound every length.
+        """
+        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+        host = None
+        if cu_seqlens_cpu is not None:
+            values = cu_seqlens_cpu.numpy().astype(np.int64)
+            host = (values[:-1], values[1:] - values[:-1])
+            max_length = int(host[1].max(initial=0))
+        return Segments(starts.to(torch.int32), (ends - starts).to(torch.int32), max_length, host)
+
+    @staticmethod
+    def equal(count: int, length: int, device: torch.device | str = "cpu") -> Segments:
+        """`count` segments of `length` tokens each, packed."""
+        host = (np.arange(count, dtype=np.int64) * length, np.full(count, length, np.int64))
+        first = torch.arange(count, dtype=torch.int32, device=device) * length
+        return Segments(first, torch.full((count,), length, dtype=torch.int32, device=device), length, host)
+
+    def host_values(self) -> tuple[np.ndarray, np.ndarray]:
+        """(first_token, length) on the host; copies from the device only when `host` was not given."""
+        if self.host is not None:
+            return self.host
+        return self.first_token.cpu().numpy().astype(np.int64), self.length.cpu().numpy().astype(np.int64)
+
+
+def _host_array(name: str, values: Sequence[int]) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TypeError(f"{name} must be a flat sequence of ints, got {values!r}")
+    if array.size and array.min() < 0:
+        raise ValueError(f"{name} must not be negative, got {int(array.min())}")
+    return array.astype(np.int64)
+
+
+def check(name: str, segments: object, tokens: int, device: torch.device, max_length: int | None = None) -> Segments:
+    """Validate a table against a token axis of `tokens` rows. Reads only what the host already knows."""
+    if not isinstance(segments, Segments):
+        raise TypeError(f"{name} must be a rapidkda.Segments, got {type(segments).__name__}")
+    for field in ("first_token", "length"):
+        value = getattr(segments, field)
+        checks.dtype(f"{name}.{field}", value, (torch.int32,))
+        checks.shape(f"{name}.{field}", value, (segments.count,), "[N]")
+        checks.same_device(f"{name}.{field}", value, device)
+    if segments.host is not None:
+        check_values(name, *segments.host, tokens)
+    if max_length is not None and segments.max_length > max_length:
+        raise ValueError(f"{name} must have at most {max_length} tokens a segment here, got {segments.max_length}")
+    return segments
+
+
+def check_values(name: str, first: np.ndarray, length: np.ndarray, tokens: int) -> None:
+    """Every segment lies inside [0, tokens) and no two overlap."""
+    ends = first + length
+    if len(first) and (first.min() < 0 or length.min() < 0 or ends.max() > tokens):
+        bad = int(np.argmax((first < 0) | (length < 0) | (ends > tokens)))
+        raise ValueError(
+            f"{name} must lie inside the {tokens} tokens of q (or x); "
+            f"segment {bad} is first_token {int(first[bad])}, length {int(length[bad])}"
+        )
+    order = np.argsort(first, kind="stable")
+    order = order[length[order] > 0]
+    clash = np.nonzero(ends[order][:-1] > first[order][1:])[0]
+    if len(clash):
+        a, b = int(order[clash[0]]), int(order[clash[0] + 1])
+        raise ValueError(f"{name} must not overlap; segments {a} and {b} share token {int(first[b])}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoints:
+    """States to export while a segment runs (prefix-cache checkpoints), sorted by (segment, offset).
+
+    Attributes:
+        begin: int32 [N+1] on the device; the checkpoints of segment n are begin[n] .. begin[n+1]-1.
+        offset: int32 [M] on the device, tokens from the start of the segment; the state after `offset` tokens.
+        slot: int32 [M] on the device, row of the checkpoint pool that receives it.
+        host: the same (begin, offset, slot) as int64 numpy arrays, or None when only the device knows.
+    """
+
+    begin: Tensor
+    offset: Tensor
+    slot: Tensor
+    host: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    @staticmethod
+    def build(
+        entries: Sequence[tuple[int, int, int]], num_segments: int, device: torch.device | str = "cpu"
+    ) -> Checkpoints:
+        """Build from (segment, offset in tokens, slot) records in any order."""
+        table = np.asarray(sorted(entries), dtype=np.int64).reshape(-1, 3)
+        if len(table) and (table[:, 0].min() < 0 or table[:, 0].max() >= num_segments):
+            raise ValueError(f"checkpoints must name segments 0..{num_segments - 1}, got {table[:, 0].tolist()}")
+        if len(table) and (table[:, 1].min() <= 0 or table[:, 2].min() < 0):
+            raise ValueError("checkpoints must have a positive offset and a slot of at least 0")
+        if len(np.unique(table[:, 2])) != len(table):
+            raise ValueError(f"checkpoints must not share a slot, got slots {table[:, 2].tolist()}")
+        begin = np.searchsorted(table[:, 0], np.arange(num_segments + 1))
+        packed = np.concatenate([begin, table[:, 1], table[:, 2]]).astype(np.int32)
+        begin_d, offset_d, slot_d = torch.from_numpy(packed).to(device).split(
+            [num_segments + 1, len(table), len(table)]
+        )
+        return Checkpoints(begin_d, offset_d, slot_d, (begin.astype(np.int64), table[:, 1], table[:, 2]))
+
+    def host_values(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(begin, offset, slot) on the host; copies from the device only when `host` was not given."""
+        if self.host is not None:
+            return self.host
+        begin, offset, slot = (t.cpu().numpy().astype(np.int64) for t in (self.begin, self.offset, self.slot))
+        return begin, offset, slot
