@@ -152,8 +152,8 @@ class Checkpoints:
             raise ValueError(f"checkpoints must not share a slot, got slots {table[:, 2].tolist()}")
         begin = np.searchsorted(table[:, 0], np.arange(num_segments + 1))
         packed = np.concatenate([begin, table[:, 1], table[:, 2]]).astype(np.int32)
-        begin_d, offset_d, slot_d = torch.from_numpy(packed).to(device).split(
-            [num_segments + 1, len(table), len(table)]
+        begin_d, offset_d, slot_d = (
+            torch.from_numpy(packed).to(device).split([num_segments + 1, len(table), len(table)])
         )
         return Checkpoints(begin_d, offset_d, slot_d, (begin.astype(np.int64), table[:, 1], table[:, 2]))
 

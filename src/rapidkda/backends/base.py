@@ -8,9 +8,10 @@ chosen it answers one question: what of this request can it not do here?
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ..device import Device
 from ..problem import (
@@ -22,8 +23,10 @@ from ..problem import (
     Op,
     PrefillCall,
     Sizes,
+    Tokens,
     VerifyCall,
 )
+from ..segments import Segments
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,14 @@ class Backend(Protocol):
     def conv(self, call: ConvCall) -> None: ...
 
     def norm(self, call: NormCall) -> None: ...
+
+
+@runtime_checkable
+class DifferentiableBackend(Protocol):
+    """A backend that autograd can differentiate: whole sequences, out of place."""
+
+    def forward(
+        self, tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_first: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs [T, HV, V] and final states [N, HV, K, V] ([N, HV, V, K] with state_v_first)."""
+        ...

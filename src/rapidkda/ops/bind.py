@@ -1,0 +1,329 @@
+"""From raw arguments to validated parts of a call. Everything that can be wrong with a call is found here, once, on
+the host, before any backend is touched and before anything is written. Used by `rapidkda.ops` only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import checks, env
+from ..problem import CHECKPOINT_ALIGNMENT, Gate, Tokens
+from ..segments import Checkpoints, Segments
+from ..segments import check as check_segments
+from ..segments import check_values as check_segment_values
+
+MAX_DIM = 256
+MIN_LOWER_BOUND = -5.0
+
+
+def tokens(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    scale: Any,
+    use_qk_l2norm_in_kernel: Any,
+    use_gate_in_kernel: Any,
+    use_beta_sigmoid_in_kernel: Any,
+    allow_neg_eigval: Any,
+    A_log: Any,
+    dt_bias: Any,
+    lower_bound: Any,
+) -> Tokens:
+    """Check the token-axis inputs: q, k [T, H, K]; v [T, HV, V]; g [T, HV, K]; beta [T, HV]."""
+    for name, value in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        checks.tensor(name, value)
+    if q.ndim != 3:
+        raise ValueError(f"q must have shape [T, H, K], got {list(q.shape)}")
+    count, heads, key_dim = q.shape
+    checks.dtype("q", q, checks.FLOATS)
+    checks.shape("k", k, (count, heads, key_dim), "[T, H, K]")
+    checks.dtype("k", k, (q.dtype,))
+    checks.shape("v", v, (count, None, None), "[T, HV, V]")
+    checks.dtype("v", v, (q.dtype,))
+    value_heads, value_dim = v.shape[1:]
+    for name, dim in (("q", key_dim), ("v", value_dim)):
+        if not 0 < dim <= MAX_DIM:
+            raise ValueError(f"{name} must have a head dim of 1 to {MAX_DIM}, got {dim}")
+    if heads == 0 or value_heads == 0 or value_heads % heads:
+        raise ValueError(f"v must have a multiple of q's {heads} heads, got {value_heads}")
+    checks.shape("g", g, (count, value_heads, key_dim), "[T, HV, K]")
+    checks.dtype("g", g, (q.dtype, torch.float32))
+    checks.shape("beta", beta, (count, value_heads), "[T, HV]")
+    checks.dtype("beta", beta, (q.dtype, torch.float32))
+    for name, value in (("q", q), ("k", k), ("v", v), ("g", g)):
+        checks.dense_last(name, value)
+    for name, value in (("k", k), ("v", v), ("g", g), ("beta", beta)):
+        checks.same_device(name, value, q.device)
+    beta_logits = checks.boolean("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    if checks.boolean("allow_neg_eigval", allow_neg_eigval) and not beta_logits:
+        raise ValueError("allow_neg_eigval must be False unless use_beta_sigmoid_in_kernel is True, got True")
+    return Tokens(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        gate=gate(
+            checks.boolean("use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias, lower_bound, value_heads, g
+        ),
+        beta_logits=beta_logits,
+        beta_scale=2.0 if allow_neg_eigval else 1.0,
+        l2norm=checks.boolean("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        scale=key_dim**-0.5 if scale is None else checks.finite("scale", scale),
+    )
+
+
+def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads: int, g: Tensor) -> Gate:
+    """Check the gate's parameters and bring them into their dense float32 form."""
+    if not use_gate:
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if value is not None:
+                raise ValueError(f"{name} must be None unless use_gate_in_kernel is True, got a value")
+        return Gate("log_decay")
+    if lower_bound is not None:
+        lower_bound = checks.finite("lower_bound", lower_bound)
+        if not MIN_LOWER_BOUND <= lower_bound < 0.0:
+            raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND:g}, 0), got {lower_bound}")
+    elif A_log is None:
+        raise ValueError("A_log must be given when use_gate_in_kernel is True and lower_bound is None, got None")
+    key_dim = g.shape[-1]
+    if A_log is not None:
+        checks.tensor("A_log", A_log)
+        if A_log.numel() != value_heads or tuple(A_log.shape) not in ((value_heads,), (1, 1, value_heads, 1)):
+            raise ValueError(f"A_log must have shape [HV] = [{value_heads}] or [1, 1, HV, 1], got {list(A_log.shape)}")
+        A_log = _parameter("A_log", A_log, (value_heads,), g.device)
+    if dt_bias is not None:
+        checks.tensor("dt_bias", dt_bias)
+        if tuple(dt_bias.shape) not in ((value_heads, key_dim), (value_heads * key_dim,)):
+            raise ValueError(
+                f"dt_bias must have shape [HV, K] = [{value_heads}, {key_dim}] or flat [{value_heads * key_dim}], "
+                f"got {list(dt_bias.shape)}"
+            )
+        dt_bias = _parameter("dt_bias", dt_bias, (value_heads, key_dim), g.device)
+    return Gate("softplus" if lower_bound is None else "bounded", lower_bound, A_log, dt_bias)
+
+
+def _parameter(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    checks.dtype(name, value, checks.FLOATS)
+    checks.same_device(name, value, device)
+    return value.reshape(shape).float().contiguous()
+
+
+def segment_table(segments: Any, tokens: int, device: torch.device, max_length: int | None = None) -> Segments:
+    """Check a segment table; in debug mode, also the values that only the device knows."""
+    table = check_segments("segments", segments, tokens, device, max_length)
+    if env.check_device_values():
+        first, length = table.first_token.cpu().numpy(), table.length.cpu().numpy()
+        check_segment_values("segments", first.astype(np.int64), length.astype(np.int64), tokens)
+        if table.host is not None and not all(
+            np.array_equal(host, device_values) for host, device_values in zip(table.host, (first, length), strict=True)
+        ):
+            raise ValueError("segments.host must equal the values on the device, got other values")
+        if length.max(initial=0) > table.max_length:
+            raise ValueError(f"segments.max_length must bound every length, got {table.max_length} < {length.max()}")
+    return table
+
+
+def cu_seqlens_segments(cu_seqlens: Any, cu_seqlens_cpu: Any, tokens: int, device: torch.device) -> Segments:
+    """Segments from cumulative lengths. Without a host twin the lengths are copied from the device once and kept."""
+    checks.tensor("cu_seqlens", cu_seqlens)
+    checks.dtype("cu_seqlens", cu_seqlens, checks.INTS)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [N+1] with N >= 1, got {list(cu_seqlens.shape)}")
+    checks.same_device("cu_seqlens", cu_seqlens, device)
+    if cu_seqlens_cpu is not None:
+        checks.tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+        checks.dtype("cu_seqlens_cpu", cu_seqlens_cpu, checks.INTS)
+        checks.shape("cu_seqlens_cpu", cu_seqlens_cpu, cu_seqlens.shape, "[N+1] like cu_seqlens")
+        checks.same_device("cu_seqlens_cpu", cu_seqlens_cpu, torch.device("cpu"))
+        host = cu_seqlens_cpu
+        if env.check_device_values() and not torch.equal(host.to(torch.int64), cu_seqlens.cpu().to(torch.int64)):
+            raise ValueError("cu_seqlens_cpu must equal cu_seqlens, got other values")
+    elif cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return Segments.from_cu_seqlens(cu_seqlens, max_length=tokens)
+    else:
+        host = cu_seqlens.cpu()
+    values = host.numpy().astype(np.int64)
+    steps = np.diff(values)
+    if values[0] != 0 or values[-1] != tokens or (steps < 0).any():
+        raise ValueError(
+            f"cu_seqlens must start at 0, never decrease and end at the {tokens} tokens of q, got "
+            f"{values.tolist() if len(values) <= 16 else [*values[:8].tolist(), '...', *values[-8:].tolist()]}"
+        )
+    return Segments.from_cu_seqlens(cu_seqlens, host)
+
+
+def pool(
+    name: str, value: object, tokens: Tokens, state_v_first: bool, rows: int | None = None, written: bool = True
+) -> Tensor:
+    """Check a state pool [S, HV, V, K] (V-first) or [S, HV, K, V]; the slot stride is free, the rest dense."""
+    inner = (tokens.value_dim, tokens.key_dim) if state_v_first else (tokens.key_dim, tokens.value_dim)
+    layout = "[S, HV, V, K]" if state_v_first else "[S, HV, K, V]"
+    return _pool(name, value, (rows, tokens.value_heads, *inner), layout, tokens.q.device, written)
+
+
+def _pool(
+    name: str, value: object, expected: tuple[int | None, ...], layout: str, device: torch.device, written: bool
+) -> Tensor:
+    value = checks.tensor(name, value)
+    checks.dtype(name, value, checks.STATE_DTYPES)
+    checks.shape(name, value, expected, layout)
+    checks.same_device(name, value, device)
+    checks.dense_inner(name, value)
+    if written:
+        checks.no_self_overlap(name, value)
+    return value
+
+
+def conv_pool(name: str, value: object, x: Tensor, width: int, channels_last: bool) -> Tensor:
+    """Check a convolution history pool [S, C, L] or [S, L, C], L >= W - 1; the slot stride is free, the rest dense."""
+    value = checks.tensor(name, value)
+    layout = "[S, L, C]" if channels_last else "[S, C, L]"
+    checks.shape(name, value, (None, None, x.shape[1]) if channels_last else (None, x.shape[1], None), layout)
+    if value.shape[1 if channels_last else 2] < width - 1:
+        raise ValueError(f"{name} must hold L >= W - 1 = {width - 1} entries {layout}, got shape {list(value.shape)}")
+    checks.dtype(name, value, (*checks.STATE_DTYPES, x.dtype))
+    checks.same_device(name, value, x.device)
+    checks.dense_inner(name, value)
+    checks.no_self_overlap(name, value)
+    return value
+
+
+def slots(name: str, value: object, shape: tuple[int | None, ...], meaning: str, device: torch.device) -> Tensor:
+    """Check a slot tensor: int32 or int64, any stride."""
+    value = checks.tensor(name, value)
+    checks.dtype(name, value, checks.INTS)
+    checks.shape(name, value, shape, meaning)
+    checks.same_device(name, value, device)
+    return value
+
+
+def slot_values(name: str, value: Tensor, rows: int, pad_slot: int, written: bool) -> None:
+    """Debug mode only: every slot is the padding marker or in the pool, and no two rows write the same one."""
+    if not env.check_device_values():
+        return
+    real = value.cpu().to(torch.int64).flatten()
+    real = real[real != pad_slot]
+    if len(real) and (real.min() < 0 or real.max() >= rows):
+        raise ValueError(f"{name} must be in 0..{rows - 1} or the padding marker {pad_slot}, got {real.tolist()}")
+    if written and len(real.unique()) != len(real):
+        raise ValueError(f"{name} must not name a slot twice, got {real.tolist()}")
+
+
+def flags(name: str, value: object, count: int, device: torch.device) -> Tensor | None:
+    """Check an optional per-segment flag tensor (has_initial_state)."""
+    if value is None:
+        return None
+    value = checks.tensor(name, value)
+    checks.dtype(name, value, checks.BOOLS)
+    checks.shape(name, value, (count,), "[N]")
+    checks.same_device(name, value, device)
+    return value
+
+
+def accepted(value: object, count: int, most: int, device: torch.device) -> Tensor:
+    """Check accepted counts: int32 or int64 [N]; in debug mode, that they are within 0..most."""
+    result = slots("accepted", value, (count,), "[N]", device)
+    if env.check_device_values() and count:
+        low, high = int(result.min()), int(result.max())
+        if low < 0 or high > most:
+            raise ValueError(f"accepted must be in 0..{most} (1 + k_max), got {result.tolist()}")
+    return result
+
+
+def output(
+    value: Tensor | None, shape: tuple[int, ...], meaning: str, like: Tensor, covered: bool, inputs: tuple[Tensor, ...]
+) -> Tensor:
+    """Check or allocate an output. Rows that no segment covers are zero when the output is allocated here."""
+    if value is None:
+        return (torch.empty if covered else torch.zeros)(shape, dtype=like.dtype, device=like.device)
+    value = checks.tensor("out", value)
+    checks.dtype("out", value, (like.dtype,))
+    checks.shape("out", value, shape, meaning)
+    checks.same_device("out", value, like.device)
+    checks.dense_last("out", value)
+    checks.no_self_overlap("out", value)
+    for tensor in inputs:
+        if value.numel() and value.data_ptr() == tensor.data_ptr():
+            raise ValueError("out must not be one of the inputs, got a tensor that starts at the same address")
+    return value
+
+
+def covers(segments: Segments, tokens: int) -> bool:
+    """True when the host knows that the segments cover all tokens (they are disjoint)."""
+    return segments.host is not None and int(segments.host[1].sum()) == tokens
+
+
+def checkpoints(
+    value: object,
+    target: Tensor | None,
+    segments: Segments,
+    device: torch.device,
+    alignment: int = CHECKPOINT_ALIGNMENT,
+) -> Checkpoints | None:
+    """Check a checkpoint table against the segments; its pool is checked by the caller."""
+    if value is None:
+        if target is not None:
+            raise ValueError("checkpoint_pool must be None unless checkpoints are given, got a tensor")
+        return None
+    if not isinstance(value, Checkpoints):
+        raise TypeError(f"checkpoints must be a rapidkda.Checkpoints, got {type(value).__name__}")
+    if target is None:
+        raise ValueError("checkpoint_pool must be given with checkpoints, got None")
+    checks.shape("checkpoints.begin", value.begin, (segments.count + 1,), "[N+1]")
+    for name in ("begin", "offset", "slot"):
+        checks.dtype(f"checkpoints.{name}", getattr(value, name), (torch.int32,))
+        checks.same_device(f"checkpoints.{name}", getattr(value, name), device)
+    if value.host is not None:
+        begin, offset, slot = value.host
+        if (offset % alignment).any():
+            raise ValueError(f"checkpoints must have offsets that are multiples of {alignment}, got {offset.tolist()}")
+        if len(slot) and slot.max() >= target.shape[0]:
+            raise ValueError(f"checkpoints must name slots below {target.shape[0]}, got {slot.tolist()}")
+        if segments.host is not None and (offset > np.repeat(segments.host[1], np.diff(begin))).any():
+            raise ValueError(
+                f"checkpoints must have offsets within their segments (lengths {segments.host[1].tolist()}), "
+                f"got {offset.tolist()}"
+            )
+    return value
+
+
+def workspace(value: object, needed: int, device: torch.device) -> Tensor | None:
+    """Check a workspace: uint8, dense, 256-byte aligned, at least `needed` bytes."""
+    if value is None:
+        return None
+    value = checks.tensor("workspace", value)
+    checks.dtype("workspace", value, (torch.uint8,))
+    checks.shape("workspace", value, (None,), "[bytes]")
+    checks.same_device("workspace", value, device)
+    if value.shape[0] < needed:
+        raise ValueError(f"workspace must have at least {needed} bytes for this call, got {value.shape[0]}")
+    checks.dense_inner("workspace", value, leading=0)
+    if value.data_ptr() % 256:
+        raise ValueError(f"workspace must be 256-byte aligned, got an address that is {value.data_ptr() % 256} past")
+    return value
+
+
+def records(value: object, rows: int, inner: tuple[int, int], device: torch.device) -> Tensor:
+    """Check draft records: float32 [S, 1 + k_max, HV, 2K + V], dense within a slot."""
+    value = checks.tensor("records", value)
+    checks.dtype("records", value, (torch.float32,))
+    checks.shape("records", value, (rows, None, *inner), "[S, 1 + k_max, HV, 2K + V]")
+    if value.shape[1] < 1:
+        raise ValueError(f"records must hold at least 1 token a slot, got shape {list(value.shape)}")
+    checks.same_device("records", value, device)
+    checks.dense_inner("records", value)
+    checks.no_self_overlap("records", value)
+    return value
+
+
+def pad_marker(value: object) -> int:
+    """Check the padding marker of slot tensors."""
+    return checks.integer("pad_slot", value, -(2**31))

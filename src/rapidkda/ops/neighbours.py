@@ -1,0 +1,178 @@
+"""KDA's neighbours in a layer: the causal convolution before it and the gated norm after it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from .. import checks, env
+from ..backends.base import Request
+from ..device import Device
+from ..problem import ConvCall, NormCall
+from ..segments import Checkpoints, Segments
+from . import bind
+from .choose import BackendLike, resolved
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    segments: Segments,
+    state: Tensor | None = None,
+    slots: Tensor | None = None,
+    read_slots: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    accepted: Tensor | None = None,
+    keep_all: bool = False,
+    activation: Literal["silu"] | None = "silu",
+    channels_last: bool = False,
+    out: Tensor | None = None,
+    pad_slot: int = -1,
+    checkpoints: Checkpoints | None = None,
+    checkpoint_pool: Tensor | None = None,
+    backend: BackendLike = None,
+) -> Tensor:
+    """Depthwise causal convolution of a step's segments, with history, for prefill, decode and verification.
+
+    Args:
+        x: [T, C], bfloat16, float16 or float32, last dimension dense.
+        weight: [C, W], any of those dtypes; bias: [C]. W is 2 or more.
+        segments: as in `prefill`.
+        state: history pool [S, C, L], or [S, L, C] with `channels_last`; float32, bfloat16 or the dtype of x;
+            L >= W - 1, and W - 1 + k_max where drafts are verified. Entries are inputs, oldest first.
+        slots, read_slots, has_initial_state, pad_slot: as in `prefill`.
+        accepted: int32 or int64 [N], tokens accepted of the request's previous verify step, 0 or 1 to 1 + k_max: the
+            history starts at entry accepted - 1 (entry 0 for 0). Without it, at entry 0.
+        keep_all: this is a verify step: keep all of its tokens, so that the next step can roll back to any of them.
+        activation: "silu" or None.
+        out: [T, C], dtype of x.
+        checkpoints, checkpoint_pool: histories to export at token offsets (multiples of 16), at entry 0.
+
+    Returns:
+        `out`.
+    """
+    checks.tensor("x", x)
+    if x.ndim != 2:
+        raise ValueError(f"x must have shape [T, C], got {list(x.shape)}")
+    checks.dtype("x", x, checks.FLOATS)
+    checks.dense_last("x", x)
+    checks.tensor("weight", weight)
+    checks.shape("weight", weight, (x.shape[1], None), "[C, W]")
+    checks.dtype("weight", weight, checks.FLOATS)
+    checks.same_device("weight", weight, x.device)
+    width = weight.shape[1]
+    if not 2 <= width <= 8:
+        raise ValueError(f"weight must have a width W of 2 to 8, got {width}")
+    if bias is not None:
+        checks.tensor("bias", bias)
+        checks.shape("bias", bias, (x.shape[1],), "[C]")
+        checks.dtype("bias", bias, checks.FLOATS)
+        checks.same_device("bias", bias, x.device)
+    checks.choice("activation", activation, ("silu", None))
+    checks.boolean("channels_last", channels_last)
+    checks.boolean("keep_all", keep_all)
+    segments = bind.segment_table(segments, x.shape[0], x.device)
+    pad_slot = bind.pad_marker(pad_slot)
+    if state is None:
+        given = {
+            "slots": slots,
+            "read_slots": read_slots,
+            "has_initial_state": has_initial_state,
+            "accepted": accepted,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} must be None without a state pool, got a tensor")
+        if keep_all:
+            raise ValueError("keep_all must be False without a state pool, got True")
+    else:
+        bind.conv_pool("state", state, x, width, channels_last)
+        if slots is None:
+            raise ValueError("slots must be given with a state pool, got None")
+        bind.slots("slots", slots, (segments.count,), "[N]", x.device)
+        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        if read_slots is not None:
+            bind.slots("read_slots", read_slots, (segments.count,), "[N]", x.device)
+            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
+        most = state.shape[1 if channels_last else 2] - width + 2
+        if accepted is not None:
+            bind.accepted(accepted, segments.count, most, x.device)
+        if keep_all and segments.max_length > most:
+            raise ValueError(
+                f"segments must have at most {most} tokens each with keep_all (state length - W + 2), "
+                f"got {segments.max_length}"
+            )
+    if checkpoint_pool is not None:
+        bind.conv_pool("checkpoint_pool", checkpoint_pool, x, width, channels_last)
+    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
+    out = bind.output(out, tuple(x.shape), "[T, C]", x, bind.covers(segments, x.shape[0]), (x,))
+    request = Request("conv", Device.of(x.device), x.dtype, state_dtype=x.dtype if state is None else state.dtype)
+    resolved(request, backend, env.DECODE_BACKEND).conv(
+        ConvCall(
+            x=x,
+            weight=weight,
+            bias=bias,
+            out=out,
+            segments=segments,
+            pool=state,
+            channels_last=channels_last,
+            read_slots=slots if read_slots is None else read_slots,
+            write_slots=slots,
+            has_initial_state=has_initial_state,
+            accepted=accepted,
+            keep_all=keep_all,
+            silu=activation == "silu",
+            pad_slot=pad_slot,
+            checkpoints=checkpoints,
+            checkpoint_pool=checkpoint_pool,
+        )
+    )
+    return out
+
+
+def gated_rms_norm(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    activation: Literal["sigmoid", "silu"] = "sigmoid",
+    out: Tensor | None = None,
+    backend: BackendLike = None,
+) -> Tensor:
+    """Per-head RMSNorm with an output gate: x * rsqrt(mean x^2 + eps) * weight * activation(z).
+
+    Args:
+        x, z: [T, H, D], bfloat16, float16 or float32, last dimension dense.
+        weight: [D], any of those dtypes.
+        eps: added under the root, positive.
+        activation: "sigmoid" (KDA) or "silu".
+        out: [T, H, D], dtype of x; may be x itself.
+
+    Returns:
+        `out`.
+    """
+    checks.tensor("x", x)
+    checks.tensor("z", z)
+    checks.tensor("weight", weight)
+    if x.ndim != 3:
+        raise ValueError(f"x must have shape [T, H, D], got {list(x.shape)}")
+    checks.dtype("x", x, checks.FLOATS)
+    checks.shape("z", z, tuple(x.shape), "[T, H, D]")
+    checks.dtype("z", z, checks.FLOATS)
+    checks.shape("weight", weight, (x.shape[2],), "[D]")
+    checks.dtype("weight", weight, checks.FLOATS)
+    for name, value in (("x", x), ("z", z), ("weight", weight)):
+        checks.dense_last(name, value)
+        checks.same_device(name, value, x.device)
+    if checks.finite("eps", eps) <= 0:
+        raise ValueError(f"eps must be positive, got {eps}")
+    checks.choice("activation", activation, ("sigmoid", "silu"))
+    out = bind.output(out, tuple(x.shape), "[T, H, D]", x, True, (z,))
+    request = Request("norm", Device.of(x.device), x.dtype, key_dim=x.shape[2], value_dim=x.shape[2])
+    resolved(request, backend, env.DECODE_BACKEND).norm(NormCall(x, z, weight, float(eps), activation, out))
+    return out

@@ -1,0 +1,335 @@
+"""KDA over the segments of a serving step: prefill, decode, verify, commit. Pools are updated in place.
+
+Inputs are strided views of the engine's buffers on the step's token axis; nothing is gathered or copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks, env
+from ..backends.base import Request
+from ..device import Device
+from ..problem import CommitCall, DecodeCall, PrefillCall, VerifyCall
+from ..segments import Checkpoints, Segments
+from . import bind
+from .choose import BackendLike, choose, resolved, workspace_needed
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    segments: Segments,
+    state: Tensor | None = None,
+    slots: Tensor | None = None,
+    read_slots: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    out: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    pad_slot: int = -1,
+    checkpoints: Checkpoints | None = None,
+    checkpoint_pool: Tensor | None = None,
+    workspace: Tensor | None = None,
+    backend: BackendLike = None,
+) -> Tensor:
+    """Chunked prefill of the segments of a step, states updated in place in the pool.
+
+    Inputs are raw by default (logits of the gate and of beta, q and k before normalisation), strided views of the
+    engine's buffers; nothing is copied. Each segment starts from its slot where `has_initial_state` is true, else from
+    zero, and leaves its last state in its slot. An empty segment leaves its state as it starts.
+
+    Args:
+        q, k: [T, H, K]; v: [T, HV, V]; g: [T, HV, K]; beta: [T, HV]. As in `chunk_kda`, without the batch dimension;
+            the last dimension of q, k, v and g is dense.
+        segments: which tokens belong to which request; tokens of no segment are left alone.
+        state: pool [S, HV, V, K] ([S, HV, K, V] without `state_v_first`), float32 or bfloat16; slot stride free.
+            None: every segment starts from zero and no state is kept.
+        slots: int32 or int64 [N], any stride; row of the pool of each segment. `pad_slot`, or a row outside the pool,
+            marks padding: no state is touched, the segment's output rows are zero. No two segments may share a slot.
+        read_slots: where to start from when it differs from `slots`.
+        has_initial_state: bool [N]; default all true.
+        out: [T, HV, V], dtype of v; default newly allocated, with zeros in rows that no segment covers.
+        checkpoints, checkpoint_pool: states to export at token offsets (multiples of 16) while the segment runs.
+        workspace: uint8 [workspace_bytes("prefill", ...)], 256-byte aligned; default: allocated by the backend.
+
+    Returns:
+        `out`.
+    """
+    tokens = bind.tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+    )
+    device = q.device
+    checks.boolean("state_v_first", state_v_first)
+    segments = bind.segment_table(segments, tokens.count, device)
+    pad_slot = bind.pad_marker(pad_slot)
+    if state is None:
+        for name, value in (("slots", slots), ("read_slots", read_slots), ("has_initial_state", has_initial_state)):
+            if value is not None:
+                raise ValueError(f"{name} must be None without a state pool, got a tensor")
+    else:
+        bind.pool("state", state, tokens, state_v_first)
+        if slots is None:
+            raise ValueError("slots must be given with a state pool, got None")
+        bind.slots("slots", slots, (segments.count,), "[N]", device)
+        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        if read_slots is not None:
+            bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
+            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
+    if checkpoint_pool is not None:
+        bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
+    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
+    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
+    chosen = choose("prefill", tokens, state, backend, checkpoints is not None)
+    workspace = bind.workspace(workspace, workspace_needed(chosen, "prefill", tokens, segments), device)
+    chosen.prefill(
+        PrefillCall(
+            tokens=tokens,
+            segments=segments,
+            out=out,
+            initial=state,
+            final=state,
+            read_slots=slots if read_slots is None else read_slots,
+            write_slots=slots,
+            has_initial_state=has_initial_state,
+            state_v_first=state_v_first,
+            pad_slot=pad_slot,
+            checkpoints=checkpoints,
+            checkpoint_pool=checkpoint_pool,
+            workspace=workspace,
+        )
+    )
+    return out
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    state: Tensor,
+    slots: Tensor,
+    read_slots: Tensor | None = None,
+    segments: Segments | None = None,
+    out: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    pad_slot: int = -1,
+    backend: BackendLike = None,
+) -> Tensor:
+    """One token for each request, states updated in place in the pool.
+
+    Arguments as in `prefill`. Without `segments`, row n of the inputs is request n; with it, request n is the token
+    `segments.first_token[n]` (lengths of at most 1). Returns `out` [T, HV, V].
+    """
+    tokens = bind.tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+    )
+    device = q.device
+    checks.boolean("state_v_first", state_v_first)
+    if segments is None:
+        segments = Segments.equal(tokens.count, 1, device)
+    else:
+        segments = bind.segment_table(segments, tokens.count, device, max_length=1)
+    pad_slot = bind.pad_marker(pad_slot)
+    bind.pool("state", state, tokens, state_v_first)
+    bind.slots("slots", slots, (segments.count,), "[N]", device)
+    bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+    if read_slots is not None:
+        bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
+        bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
+    choose("decode", tokens, state, backend).decode(
+        DecodeCall(
+            tokens=tokens,
+            segments=segments,
+            out=out,
+            pool=state,
+            read_slots=slots if read_slots is None else read_slots,
+            write_slots=slots,
+            state_v_first=state_v_first,
+            pad_slot=pad_slot,
+        )
+    )
+    return out
+
+
+def verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    segments: Segments,
+    state: Tensor,
+    slots: Tensor,
+    accepted: Tensor,
+    records: Tensor | None = None,
+    out: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    pad_slot: int = -1,
+    backend: BackendLike = None,
+) -> Tensor:
+    """Speculative verification: segment n holds the last accepted token and its k_n drafts, k_n <= k_max.
+
+    `accepted[n]` is how many tokens of the request's previous verify step were accepted, 1 to 1 + k; 0 says that the
+    previous step was no verify step. Values outside are clamped (and refused in debug mode).
+
+    Two forms of rollback, with the same results:
+        slot per position (`records` is None): slots [N, 1 + k_max]; start from the state in slots[n, accepted - 1]
+            (slots[n, 0] for 0), store the state after token j in slots[n, j].
+        replay (`records` given): slots [N]; apply the first `accepted` records to the state of the slot, store it,
+            run the tokens from it and store their records instead of their states.
+            records: float32 [S, 1 + k_max, HV, 2K + V], one row a pool slot: k | log decay | correction.
+
+    Other arguments as in `prefill`. Returns `out` [T, HV, V].
+    """
+    tokens = bind.tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+    )
+    device = q.device
+    checks.boolean("state_v_first", state_v_first)
+    pad_slot = bind.pad_marker(pad_slot)
+    bind.pool("state", state, tokens, state_v_first)
+    if records is None:
+        checks.tensor("slots", slots)
+        if slots.ndim != 2 or slots.shape[1] < 1:
+            raise ValueError(f"slots must have shape [N, 1 + k_max] without records, got {list(slots.shape)}")
+        most = slots.shape[1]
+    else:
+        inner = (tokens.value_heads, 2 * tokens.key_dim + tokens.value_dim)
+        most = bind.records(records, state.shape[0], inner, device).shape[1]
+    segments = bind.segment_table(segments, tokens.count, device, max_length=most)
+    if records is None:
+        bind.slots("slots", slots, (segments.count, most), "[N, 1 + k_max]", device)
+    else:
+        bind.slots("slots", slots, (segments.count,), "[N]", device)
+    bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+    bind.accepted(accepted, segments.count, most, device)
+    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
+    choose("verify", tokens, state, backend).verify(
+        VerifyCall(
+            tokens=tokens,
+            segments=segments,
+            out=out,
+            pool=state,
+            slots=slots,
+            accepted=accepted,
+            records=records,
+            state_v_first=state_v_first,
+            pad_slot=pad_slot,
+        )
+    )
+    return out
+
+
+def commit(
+    *,
+    state: Tensor,
+    records: Tensor,
+    slots: Tensor,
+    accepted: Tensor,
+    state_v_first: bool = True,
+    pad_slot: int = -1,
+    backend: BackendLike = None,
+) -> None:
+    """Apply the first `accepted` draft records of each slot to its state, in place (replay form of `verify`).
+
+    Used when a request leaves speculation. `accepted` 0 leaves a state bit-unchanged. Shapes as in `verify`.
+    """
+    checks.tensor("state", state)
+    checks.tensor("records", records)
+    checks.boolean("state_v_first", state_v_first)
+    if state.ndim != 4:
+        raise ValueError(f"state must have 4 dimensions [S, HV, V, K] or [S, HV, K, V], got {list(state.shape)}")
+    value_dim, key_dim = state.shape[2:] if state_v_first else (state.shape[3], state.shape[2])
+    checks.dtype("state", state, checks.STATE_DTYPES)
+    checks.dense_inner("state", state)
+    checks.no_self_overlap("state", state)
+    bind.records(records, state.shape[0], (state.shape[1], 2 * key_dim + value_dim), state.device)
+    checks.tensor("slots", slots)
+    if slots.ndim != 1:
+        raise ValueError(f"slots must have shape [N], got {list(slots.shape)}")
+    bind.slots("slots", slots, (None,), "[N]", state.device)
+    pad_slot = bind.pad_marker(pad_slot)
+    bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+    bind.accepted(accepted, slots.shape[0], records.shape[1], state.device)
+    request = Request(
+        "verify",
+        Device.of(state.device),
+        torch.float32,
+        key_dim,
+        value_dim,
+        "log_decay",
+        state.dtype,
+    )
+    resolved(request, backend, env.DECODE_BACKEND).commit(
+        CommitCall(state, records, slots, accepted, state_v_first, pad_slot)
+    )
