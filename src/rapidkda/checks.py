@@ -29,9 +29,11 @@ def tensor(name: str, value: Any) -> Tensor:
     return value
 
 
-def shape(name: str, value: Tensor, expected: Sequence[int | None], meaning: str) -> None:
+def shape(name: str, value: Tensor, expected: tuple[int | None, ...], meaning: str) -> None:
     """The expected shape; None matches any extent. `meaning` is the symbolic shape for the message."""
     got = value.shape
+    if got == expected:  # the common case, at the speed of a tuple comparison
+        return
     if len(got) == len(expected) and all(e is None or e == g for e, g in zip(expected, got, strict=True)):
         return
     wanted = ", ".join("*" if e is None else str(e) for e in expected)

@@ -8,7 +8,7 @@ device; where the host knows it too, `host` carries the same values, so that not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,19 +19,37 @@ from . import checks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Segments of a token axis.
+    """Segments of a token axis. Built once a step, checked when built, shared by all layers.
 
     Attributes:
         first_token: int32 [N] on the device, the first token of each segment.
         length: int32 [N] on the device, tokens in each segment; 0 is legal.
         max_length: host-side upper bound of `length` (sizes launches; exact when `host` is given).
         host: the same (first_token, length) as int64 numpy arrays, or None when only the device knows.
+        extent: tokens that the token axis must have at least (0 when only the device knows).
+        total: tokens in all segments together, or -1 when only the device knows.
     """
 
     first_token: Tensor
     length: Tensor
     max_length: int
     host: tuple[np.ndarray, np.ndarray] | None = None
+    extent: int = field(init=False, default=0)
+    total: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        for name in ("first_token", "length"):
+            value = checks.tensor(f"segments.{name}", getattr(self, name))
+            checks.dtype(f"segments.{name}", value, (torch.int32,))
+            if value.ndim != 1 or value.shape != self.length.shape:
+                raise ValueError(f"segments.{name} must have shape [N] like length, got {list(value.shape)}")
+            checks.same_device(f"segments.{name}", value, self.length.device)
+        checks.integer("segments.max_length", self.max_length, 0)
+        if self.host is not None:
+            first, length = self.host
+            check_values("segments", first, length)
+            object.__setattr__(self, "extent", int((first + length).max(initial=0)))
+            object.__setattr__(self, "total", int(length.sum()))
 
     @property
     def count(self) -> int:
@@ -89,30 +107,15 @@ def _host_array(name: str, values: Sequence[int]) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def check(name: str, segments: object, tokens: int, device: torch.device, max_length: int | None = None) -> Segments:
-    """Validate a table against a token axis of `tokens` rows. Reads only what the host already knows."""
-    if not isinstance(segments, Segments):
-        raise TypeError(f"{name} must be a rapidkda.Segments, got {type(segments).__name__}")
-    for field in ("first_token", "length"):
-        value = getattr(segments, field)
-        checks.dtype(f"{name}.{field}", value, (torch.int32,))
-        checks.shape(f"{name}.{field}", value, (segments.count,), "[N]")
-        checks.same_device(f"{name}.{field}", value, device)
-    if segments.host is not None:
-        check_values(name, *segments.host, tokens)
-    if max_length is not None and segments.max_length > max_length:
-        raise ValueError(f"{name} must have at most {max_length} tokens a segment here, got {segments.max_length}")
-    return segments
-
-
-def check_values(name: str, first: np.ndarray, length: np.ndarray, tokens: int) -> None:
-    """Every segment lies inside [0, tokens) and no two overlap."""
+def check_values(name: str, first: np.ndarray, length: np.ndarray, tokens: int | None = None) -> None:
+    """No segment is negative, none reaches past `tokens`, and no two overlap."""
     ends = first + length
-    if len(first) and (first.min() < 0 or length.min() < 0 or ends.max() > tokens):
-        bad = int(np.argmax((first < 0) | (length < 0) | (ends > tokens)))
+    outside = (first < 0) | (length < 0) | (False if tokens is None else ends > tokens)
+    if outside.any():
+        bad = int(np.argmax(outside))
+        where = "start at 0 or later" if tokens is None else f"lie inside the {tokens} tokens of q (or x)"
         raise ValueError(
-            f"{name} must lie inside the {tokens} tokens of q (or x); "
-            f"segment {bad} is first_token {int(first[bad])}, length {int(length[bad])}"
+            f"{name} must {where}; segment {bad} is first_token {int(first[bad])}, length {int(length[bad])}"
         )
     order = np.argsort(first, kind="stable")
     order = order[length[order] > 0]

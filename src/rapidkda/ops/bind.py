@@ -13,7 +13,6 @@ from torch import Tensor
 from .. import checks, env
 from ..problem import CHECKPOINT_ALIGNMENT, Gate, Tokens
 from ..segments import Checkpoints, Segments
-from ..segments import check as check_segments
 from ..segments import check_values as check_segment_values
 
 MAX_DIM = 256
@@ -96,12 +95,12 @@ def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads
     key_dim = g.shape[-1]
     if A_log is not None:
         checks.tensor("A_log", A_log)
-        if A_log.numel() != value_heads or tuple(A_log.shape) not in ((value_heads,), (1, 1, value_heads, 1)):
+        if A_log.shape not in ((value_heads,), (1, 1, value_heads, 1)):
             raise ValueError(f"A_log must have shape [HV] = [{value_heads}] or [1, 1, HV, 1], got {list(A_log.shape)}")
         A_log = _parameter("A_log", A_log, (value_heads,), g.device)
     if dt_bias is not None:
         checks.tensor("dt_bias", dt_bias)
-        if tuple(dt_bias.shape) not in ((value_heads, key_dim), (value_heads * key_dim,)):
+        if dt_bias.shape not in ((value_heads, key_dim), (value_heads * key_dim,)):
             raise ValueError(
                 f"dt_bias must have shape [HV, K] = [{value_heads}, {key_dim}] or flat [{value_heads * key_dim}], "
                 f"got {list(dt_bias.shape)}"
@@ -111,24 +110,30 @@ def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads
 
 
 def _parameter(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    checks.dtype(name, value, checks.FLOATS)
     checks.same_device(name, value, device)
+    if value.dtype == torch.float32 and value.shape == shape and value.is_contiguous():
+        return value
+    checks.dtype(name, value, checks.FLOATS)
     return value.reshape(shape).float().contiguous()
 
 
-def segment_table(segments: Any, tokens: int, device: torch.device, max_length: int | None = None) -> Segments:
-    """Check a segment table; in debug mode, also the values that only the device knows."""
-    table = check_segments("segments", segments, tokens, device, max_length)
+def segment_table(segments: object, tokens: int, device: torch.device, max_length: int | None = None) -> Segments:
+    """Check a segment table against a token axis; in debug mode, also the values that only the device knows."""
+    if not isinstance(segments, Segments):
+        raise TypeError(f"segments must be a rapidkda.Segments, got {type(segments).__name__}")
+    checks.same_device("segments", segments.length, device)
+    if segments.extent > tokens:
+        raise ValueError(f"segments must lie inside the {tokens} tokens of q (or x), got some up to {segments.extent}")
+    if max_length is not None and segments.max_length > max_length:
+        raise ValueError(f"segments must have at most {max_length} tokens each here, got {segments.max_length}")
     if env.check_device_values():
-        first, length = table.first_token.cpu().numpy(), table.length.cpu().numpy()
-        check_segment_values("segments", first.astype(np.int64), length.astype(np.int64), tokens)
-        if table.host is not None and not all(
-            np.array_equal(host, device_values) for host, device_values in zip(table.host, (first, length), strict=True)
-        ):
+        first, length = (t.cpu().numpy().astype(np.int64) for t in (segments.first_token, segments.length))
+        check_segment_values("segments", first, length, tokens)
+        if segments.host is not None and not all(map(np.array_equal, segments.host, (first, length))):
             raise ValueError("segments.host must equal the values on the device, got other values")
-        if length.max(initial=0) > table.max_length:
-            raise ValueError(f"segments.max_length must bound every length, got {table.max_length} < {length.max()}")
-    return table
+        if length.max(initial=0) > segments.max_length:
+            raise ValueError(f"segments.max_length must bound every length {length.max()}, got {segments.max_length}")
+    return segments
 
 
 def cu_seqlens_segments(cu_seqlens: Any, cu_seqlens_cpu: Any, tokens: int, device: torch.device) -> Segments:
@@ -258,7 +263,7 @@ def output(
 
 def covers(segments: Segments, tokens: int) -> bool:
     """True when the host knows that the segments cover all tokens (they are disjoint)."""
-    return segments.host is not None and int(segments.host[1].sum()) == tokens
+    return segments.total == tokens
 
 
 def checkpoints(

@@ -14,7 +14,7 @@ from ..dispatch import AUTO, Choice, as_device, check_name, resolve_cached
 from ..problem import Op, Sizes, Tokens
 from ..segments import Segments
 
-# A name, a choice made earlier (nothing is resolved again), or None: the environment variable, else `auto`.
+# A name, a choice made earlier, or None: the environment variable, else `auto`.
 BackendLike = str | Choice | None
 
 
@@ -44,8 +44,8 @@ def choose(
 
 def resolved(request: Request, backend: BackendLike, variable: str) -> Backend:
     """The backend for a request; `variable` is the environment variable that stands in for a missing name."""
-    if isinstance(backend, Choice):
-        return backend.backend
+    if isinstance(backend, Choice):  # still asked whether it can, once a kind of request: a choice is no promise
+        return resolve_cached(request, backend.name, "").backend
     if backend is not None:
         return resolve_cached(request, check_name(backend, "backend"), "").backend
     wanted = env.backend_name(variable)
