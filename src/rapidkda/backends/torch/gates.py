@@ -1,0 +1,53 @@
+"""Activations of the raw inputs: the log decay, the write strength, and the L2 norm of queries and keys.
+
+All of them take and return the accumulation dtype, are differentiable, and work on any leading shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...problem import Gate
+
+L2_EPS = 1e-6
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs (gradient checks), else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def log_decay(gate: Gate, g: Tensor) -> Tensor:
+    """Log decay (<= 0) of gate inputs `g` [..., HV, K], in the dtype of `g`."""
+    if gate.kind == "log_decay":
+        return g
+    heads, key_dim = g.shape[-2:]
+    x = g if gate.dt_bias is None else g + gate.dt_bias.to(g.dtype).reshape(heads, key_dim)
+    amplitude = None
+    if gate.A_log is not None:
+        # exp(A_log) may overflow; an infinite amplitude would turn a zero logit into NaN.
+        amplitude = gate.A_log.to(g.dtype).reshape(heads, 1).exp().clamp(max=torch.finfo(g.dtype).max)
+    if gate.kind == "bounded":
+        if gate.lower_bound is None:
+            raise ValueError("gate.lower_bound must be given for a bounded gate, got None")
+        return torch.sigmoid(x if amplitude is None else x * amplitude) * gate.lower_bound
+    decay = F.softplus(x)
+    return -(decay if amplitude is None else decay * amplitude)
+
+
+def write_strength(beta: Tensor, logits: bool, scale: float) -> Tensor:
+    """Write strength b from `beta`, in its dtype; `scale` multiplies the sigmoid of logits."""
+    if not logits:
+        return beta
+    strength = torch.sigmoid(beta)
+    return strength if scale == 1.0 else strength * scale
+
+
+def normalize(x: Tensor, l2norm: bool, scale: float = 1.0) -> Tensor:
+    """x [..., K], L2-normalised if asked, times `scale`."""
+    if not l2norm:
+        return x if scale == 1.0 else x * scale
+    inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+    return x * (inverse if scale == 1.0 else inverse * scale)

@@ -1,0 +1,29 @@
+"""Gated RMSNorm per head: rms_norm(x) * weight * activation(z)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...problem import NormCall
+from .gates import accumulate_dtype
+
+BLOCK_ELEMENTS = 1 << 19  # of one temporary
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+    """Out of place and differentiable, in the accumulation dtype; x, z [..., D], weight [D]."""
+    dtype = accumulate_dtype(x.dtype)
+    x, z = x.to(dtype), z.to(dtype)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+    return y * (torch.sigmoid(z) if activation == "sigmoid" else F.silu(z))
+
+
+def norm(call: NormCall) -> None:
+    """`Backend.norm`, in blocks of tokens."""
+    tokens, heads, dim = call.x.shape
+    size = max(1, BLOCK_ELEMENTS // max(1, heads * dim))
+    for start in range(0, tokens, size):
+        here = slice(start, start + size)
+        call.out[here].copy_(gated_norm(call.x[here], call.z[here], call.weight, call.eps, call.activation))

@@ -1,0 +1,291 @@
+"""Prefill of any number of segments: which chunks run together, and states in and out of pools.
+
+Segments are sorted by length and taken in groups; a group's chunks with the same index run as one batch, and a segment
+leaves the batch when its chunks are done. The token-parallel part runs over blocks of consecutive chunk indices, so
+that temporaries stay within a cache whatever the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...problem import PrefillCall, Tokens
+from ...segments import Checkpoints, Segments
+from . import chunk, gates, pools
+
+CPU_STATES = 64  # states [K, V] of a group: few enough to stay in a CPU's second-level cache
+DEVICE_STATES = 4096
+CPU_BLOCK = 1 << 18  # elements of one [M, C, K] temporary
+DEVICE_BLOCK = 1 << 24
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Consecutive chunk indices of one group, chunk index first, then segment."""
+
+    alive: list[int]  # segments in each chunk index
+    token: np.ndarray  # int64 [R, C] source rows; rows past a segment's end repeat its last token
+    valid: np.ndarray  # bool [R, C]
+    member: np.ndarray  # int64 [R] index into the group
+
+    def span(self) -> slice | None:
+        """The token range, if these are whole chunks one after another."""
+        first = int(self.token[0, 0])
+        last = first + self.token.size
+        dense = self.valid.all() and np.array_equal(self.token[:, 0], np.arange(first, last, chunk.CHUNK))
+        return slice(first, last) if dense else None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Segments that run as one batch, longest first."""
+
+    segments: np.ndarray  # int64 [n] indices into the segment table
+    first: np.ndarray
+    length: np.ndarray
+
+    def blocks(self, rows: int) -> Iterator[Block]:
+        """Blocks of at most `rows` chunks, but at least one chunk index each."""
+        chunks = -(-self.length // chunk.CHUNK)
+        steps = int(chunks[0])
+        alive = np.searchsorted(-chunks, -np.arange(steps), side="left")  # segments with more chunks than the index
+        start = 0
+        while start < steps:
+            stop = start + max(1, int(np.searchsorted(np.cumsum(alive[start:]), rows, side="right")))
+            counts = alive[start:stop]
+            index = np.repeat(np.arange(start, start + len(counts)), counts)
+            member = np.concatenate([np.arange(count) for count in counts])
+            begin = index * chunk.CHUNK
+            left = self.length[member] - begin
+            lane = np.arange(chunk.CHUNK)
+            token = (self.first[member] + begin)[:, None] + np.minimum(lane, left[:, None] - 1)
+            yield Block(counts.tolist(), token, lane < left[:, None], member)
+            start = stop
+
+
+def groups(segments: Segments, value_heads: int, device: torch.device) -> list[Group]:
+    """All non-empty segments."""
+    first, length = segments.host_values()
+    order = np.argsort(-length, kind="stable")
+    order = order[: int(np.count_nonzero(length))]
+    size = max(1, (CPU_STATES if device.type == "cpu" else DEVICE_STATES) // value_heads)
+    return [
+        Group(part, first[part], length[part]) for part in (order[i : i + size] for i in range(0, len(order), size))
+    ]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def load(tokens: Tokens, block: Block) -> chunk.Prepared:
+    """Gather, activate and prepare the chunks of a block; rows [R, HV] are flattened to M."""
+    rows, size = block.token.shape
+    heads, value_heads = tokens.heads, tokens.value_heads
+    device, dtype = tokens.q.device, gates.accumulate_dtype(tokens.q.dtype)
+    span = block.span()
+    index = None if span is not None else to_device(block.token.reshape(-1), device)
+
+    def take(x: Tensor) -> Tensor:
+        """x [T, ...] to [R, C, ...]."""
+        return (x[span] if index is None else x.index_select(0, index)).unflatten(0, (rows, size)).to(dtype)
+
+    def by_head(x: Tensor) -> Tensor:
+        """[R, C, h, ...] to [R * h, C, ...]."""
+        return x.transpose(1, 2).flatten(0, 1)
+
+    k = gates.normalize(take(tokens.k), tokens.l2norm)
+    q = gates.normalize(take(tokens.q), tokens.l2norm, tokens.scale)
+    kq = torch.stack([k, q], dim=3).unsqueeze(3)  # [R, C, H, 1, 2, K]
+    kq = kq.expand(-1, -1, -1, value_heads // heads, -1, -1).flatten(2, 3)
+    g = gates.log_decay(tokens.gate, take(tokens.g))
+    b = gates.write_strength(take(tokens.beta), tokens.beta_logits, tokens.beta_scale)
+    if not block.valid.all():
+        valid = to_device(block.valid, device)
+        g = torch.where(valid[:, :, None, None], g, 0.0)
+        b = torch.where(valid[:, :, None], b, 0.0)
+    return chunk.prepare(
+        by_head(kq).contiguous(), by_head(take(tokens.v)), by_head(g).contiguous(), by_head(b).contiguous()
+    )
+
+
+Emit = Callable[[Block, Tensor], None]  # block, outputs [R, HV, C, V]
+Boundary = Callable[[int, Tensor], None]  # chunks done, states [alive, HV, K, V]
+
+
+def run(
+    tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, in_place: bool
+) -> Tensor:
+    """Run a group from `state` [n, HV, K, V] (overwritten if in_place); returns its last states."""
+    n, value_heads, key_dim, value_dim = state.shape
+    elements = CPU_BLOCK if state.device.type == "cpu" else DEVICE_BLOCK
+    rows = max(1, elements // (value_heads * chunk.CHUNK * max(key_dim, value_dim)))
+    finished: list[Tensor] = []
+    current = state.flatten(0, 1)
+    done = 0
+    for block in group.blocks(rows):
+        prepared = load(tokens, block)
+        outputs: list[Tensor] = []
+        begin = 0
+        for alive in block.alive:
+            count = alive * value_heads
+            if count < current.shape[0]:
+                finished.append(current[count:])
+                current = current[:count]
+            part = prepared.narrow(begin, count)
+            out, current = chunk.advance(part, current, in_place)
+            outputs.append(out)
+            begin += count
+            done += 1
+            if boundary is not None:
+                boundary(done, current.unflatten(0, (alive, value_heads)))
+        emit(block, torch.cat(outputs).unflatten(0, (-1, value_heads)))
+    if in_place:
+        return state
+    return torch.cat([current, *reversed(finished)]).view(n, value_heads, key_dim, value_dim)
+
+
+def forward(
+    tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_first: bool
+) -> tuple[Tensor, Tensor]:
+    """The differentiable form, out of place.
+
+    `initial` is [N, HV, V, K] if state_v_first, else [N, HV, K, V], one row a segment, or None for zeros. Returns the
+    outputs [T, HV, V] in the dtype of v (zero where no segment is) and the last states, laid out like `initial`, in
+    the accumulation dtype: float64 for float64 inputs, else float32.
+    """
+    device, dtype = tokens.q.device, gates.accumulate_dtype(tokens.q.dtype)
+    value_heads, key_dim, value_dim = tokens.value_heads, tokens.key_dim, tokens.value_dim
+    if initial is None:
+        state = torch.zeros(segments.count, value_heads, key_dim, value_dim, dtype=dtype, device=device)
+    else:
+        state = (initial.transpose(-1, -2) if state_v_first else initial).to(dtype)
+    rows: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def emit(block: Block, out: Tensor) -> None:
+        keep = np.flatnonzero(block.valid)
+        rows.append(to_device(block.token.reshape(-1)[keep], device))
+        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, to_device(keep, device)).to(tokens.v.dtype))
+
+    final = state
+    for group in groups(segments, value_heads, device):
+        members = to_device(group.segments, device)
+        last = run(tokens, group, state.index_select(0, members), emit, None, in_place=False)
+        final = final.index_copy(0, members, last)
+    out = torch.zeros(tokens.count, value_heads, value_dim, dtype=tokens.v.dtype, device=device)
+    if rows:
+        out = out.index_copy(0, torch.cat(rows), torch.cat(outputs))
+    return out, (final.transpose(-1, -2) if state_v_first else final).contiguous()
+
+
+@dataclass(slots=True, eq=False)
+class Pools:
+    """Where the segments of a call start from and end, without host copies of device data."""
+
+    real: Tensor  # bool [N], false for padding rows
+    starts: Tensor | None  # bool [N], rows that read `initial`; None: all start from zero
+    read_slots: Tensor | None
+    write_slots: Tensor | None
+
+    @staticmethod
+    def of(call: PrefillCall) -> Pools:
+        count, device = call.segments.count, call.tokens.q.device
+        real = torch.ones(count, dtype=torch.bool, device=device)
+        identity = torch.arange(count, device=device)
+        read, write, starts = None, None, None
+        if call.initial is not None:
+            read = identity if call.read_slots is None else call.read_slots
+            if call.read_slots is not None:
+                real = real & pools.usable(read, call.initial.shape[0], call.pad_slot)
+            starts = real if call.has_initial_state is None else call.has_initial_state.bool()
+        if call.final is not None:
+            write = identity if call.write_slots is None else call.write_slots
+            if call.write_slots is not None:
+                real = real & pools.usable(write, call.final.shape[0], call.pad_slot)
+        return Pools(real, starts, read, write)
+
+
+def prefill(call: PrefillCall) -> None:
+    """`Backend.prefill`: writes `call.out`, `call.final` and the checkpoint pool in place."""
+    tokens, segments = call.tokens, call.segments
+    device, dtype = tokens.q.device, gates.accumulate_dtype(tokens.q.dtype)
+    where = Pools.of(call)
+    shape = (segments.count, tokens.value_heads, tokens.key_dim, tokens.value_dim)
+    if call.initial is None or where.starts is None or where.read_slots is None or call.initial.shape[0] == 0:
+        state = torch.zeros(shape, dtype=dtype, device=device)
+    else:
+        mask = where.real & where.starts
+        state = pools.read_rows(call.initial, where.read_slots, mask)
+        state = (state.transpose(-1, -2) if call.state_v_first else state).to(dtype).contiguous()
+        state.masked_fill_(~mask[:, None, None, None], 0.0)
+    exports = _exports(call.checkpoints) if call.checkpoint_pool is not None else {}
+    for group in groups(segments, tokens.value_heads, device):
+        members = to_device(group.segments, device)
+        real = where.real.index_select(0, members)
+        boundary = _exporter(call, group, real, exports) if exports else None
+        last = run(tokens, group, state.index_select(0, members), _writer(call.out, real), boundary, in_place=True)
+        state.index_copy_(0, members, last)
+    if call.final is not None and where.write_slots is not None:
+        values = state.transpose(-1, -2) if call.state_v_first else state
+        pools.write_rows(call.final, where.write_slots, values, where.real)
+
+
+def _writer(out: Tensor, real: Tensor) -> Emit:
+    """Writes the outputs of blocks into their rows of `out`; rows of padding segments become zero."""
+    known_real = out.device.type == "cpu" and bool(real.all())
+
+    def emit(block: Block, values: Tensor) -> None:
+        if not known_real:
+            mask = real.index_select(0, to_device(block.member, out.device))
+            values = torch.where(mask[:, None, None, None], values, 0.0)
+        values = values.transpose(1, 2)  # [R, C, HV, V]
+        span = block.span()
+        if span is not None:
+            out[span].unflatten(0, values.shape[:2]).copy_(values)
+            return
+        keep = np.flatnonzero(block.valid)
+        rows = values.flatten(0, 1).index_select(0, to_device(keep, out.device)).to(out.dtype)
+        out.index_copy_(0, to_device(block.token.reshape(-1)[keep], out.device), rows)
+
+    return emit
+
+
+def _exports(checkpoints: Checkpoints | None) -> dict[int, list[tuple[int, int]]]:
+    """Chunks done -> (segment, slot) of the checkpoints to export then."""
+    table: dict[int, list[tuple[int, int]]] = {}
+    if checkpoints is not None:
+        begin, offset, slot = checkpoints.host_values()
+        segment = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
+        for n, tokens, row in zip(segment.tolist(), offset.tolist(), slot.tolist(), strict=True):
+            table.setdefault(tokens // chunk.CHUNK, []).append((n, row))
+    return table
+
+
+def _exporter(
+    call: PrefillCall, group: Group, real: Tensor, exports: dict[int, list[tuple[int, int]]]
+) -> Boundary:
+    """Copies states into the checkpoint pool whenever a segment of the group reaches an offset."""
+    pool = call.checkpoint_pool
+    position = {int(n): i for i, n in enumerate(group.segments)}
+
+    def boundary(done: int, state: Tensor) -> None:
+        due = [
+            (position[n], row)
+            for n, row in exports.get(done, ())
+            if n in position and done * chunk.CHUNK <= group.length[position[n]] and 0 <= row < pool_rows
+        ]
+        if pool is None or not due:
+            return
+        table = to_device(np.asarray(due, dtype=np.int64).T.copy(), state.device)
+        values = state.index_select(0, table[0])
+        values = values.transpose(-1, -2) if call.state_v_first else values
+        pools.write_rows(pool, table[1], values, real.index_select(0, table[0]))
+
+    pool_rows = 0 if pool is None else pool.shape[0]
+    return boundary

@@ -1,0 +1,152 @@
+"""The token recurrence on pools: decode, speculative verification in both forms, and commit.
+
+Source of the method: Kimi Linear (arXiv 2510.26692), section 3. Rows run as one batch; a verification loops over the
+positions of its drafts. States keep the pool's layout, so nothing is transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...problem import CommitCall, DecodeCall, Tokens, VerifyCall
+from . import gates, pools
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """Activated inputs of one token a row, in the accumulation dtype."""
+
+    q: Tensor  # [N, HV, K], scaled
+    k: Tensor  # [N, HV, K]
+    v: Tensor  # [N, HV, V]
+    g: Tensor  # [N, HV, K] log decay
+    b: Tensor  # [N, HV]
+
+
+def load(tokens: Tokens, index: Tensor) -> Rows:
+    """Gather and activate the tokens `index` [N]."""
+    dtype = gates.accumulate_dtype(tokens.q.dtype)
+
+    def take(x: Tensor) -> Tensor:
+        return x.index_select(0, index).to(dtype)
+
+    group = tokens.value_heads // tokens.heads
+    q = gates.normalize(take(tokens.q), tokens.l2norm, tokens.scale)
+    k = gates.normalize(take(tokens.k), tokens.l2norm)
+    if group > 1:
+        q, k = q.repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1)
+    return Rows(
+        q=q,
+        k=k,
+        v=take(tokens.v),
+        g=gates.log_decay(tokens.gate, take(tokens.g)),
+        b=gates.write_strength(take(tokens.beta), tokens.beta_logits, tokens.beta_scale),
+    )
+
+
+def step(state: Tensor, rows: Rows, v_first: bool) -> tuple[Tensor, Tensor]:
+    """Advance `state` [N, HV, ...] in place by one token a row; returns the output and the correction u [N, HV, V].
+
+    The decayed state is never formed before it is read: <k, exp(g) S> is <k exp(g), S>.
+    """
+    n, heads, value_dim = rows.v.shape
+    flat = state.flatten(0, 1)  # [M, V, K] or [M, K, V]
+    decay = rows.g.exp().flatten(0, 1)  # [M, K]
+    k, q = rows.k.flatten(0, 1), rows.q.flatten(0, 1)
+    kq = torch.stack([k * decay, q * decay], dim=1)  # [M, 2, K]
+    read = torch.bmm(flat, kq.transpose(1, 2)).transpose(1, 2) if v_first else torch.bmm(kq, flat)  # [M, 2, V]
+    u = rows.b.reshape(-1, 1) * (rows.v.flatten(0, 1) - read[:, 0])
+    out = read[:, 1] + (q * k).sum(-1, keepdim=True) * u
+    if v_first:
+        flat.mul_(decay.unsqueeze(1)).addcmul_(u.unsqueeze(2), k.unsqueeze(1))
+    else:
+        flat.mul_(decay.unsqueeze(2)).addcmul_(k.unsqueeze(2), u.unsqueeze(1))
+    return out.view(n, heads, value_dim), u.view(n, heads, value_dim)
+
+
+def decode(call: DecodeCall) -> None:
+    """`Backend.decode`: one token a row, in place on the pool."""
+    tokens, segments, pool = call.tokens, call.segments, call.pool
+    if tokens.count == 0 or segments.count == 0:
+        return
+    active = segments.length > 0
+    read = pools.usable(call.read_slots, pool.shape[0], call.pad_slot)
+    real = active & read & pools.usable(call.write_slots, pool.shape[0], call.pad_slot)
+    index = torch.where(active, segments.first_token, 0)
+    rows = load(tokens, index)
+    state = pools.read_rows(pool, call.read_slots, real).to(rows.q.dtype)
+    out, _ = step(state, rows, call.state_v_first)
+    _write_outputs(call.out, index, out, real, active)
+    pools.write_rows(pool, call.write_slots, state, real)
+
+
+def verify(call: VerifyCall) -> None:
+    """`Backend.verify`: both forms, in place on the pool and the records."""
+    tokens, segments, pool = call.tokens, call.segments, call.pool
+    if tokens.count == 0 or segments.count == 0:
+        return
+    active = segments.length > 0
+    if call.records is None:
+        width = call.slots.shape[1]
+        start = (call.accepted.clamp(1, width) - 1).long().unsqueeze(1)
+        slots = call.slots.gather(1, start).squeeze(1)
+    else:
+        slots = call.slots
+    real = active & pools.usable(slots, pool.shape[0], call.pad_slot)
+    dtype = gates.accumulate_dtype(tokens.q.dtype)
+    if call.records is None:
+        state = pools.read_rows(pool, slots, real).to(dtype)
+    else:
+        state = _replay(pool, call.records, slots, call.accepted, real, call.state_v_first, dtype)
+    for j in range(segments.max_length):
+        present = active & (segments.length > j)
+        index = torch.where(present, segments.first_token + j, 0)
+        rows = load(tokens, index)
+        out, u = step(state, rows, call.state_v_first)
+        _write_outputs(call.out, index, out, real, present)
+        if call.records is None:
+            targets = call.slots[:, j]
+            pools.write_rows(pool, targets, state, real & present & pools.usable(targets, pool.shape[0], call.pad_slot))
+        else:
+            pools.write_rows(call.records[:, j], slots, torch.cat([rows.k, rows.g, u], dim=-1), real & present)
+
+
+def commit(call: CommitCall) -> None:
+    """`Backend.commit`: fold the accepted records into the states."""
+    real = pools.usable(call.slots, call.pool.shape[0], call.pad_slot)
+    _replay(call.pool, call.records, call.slots, call.accepted, real, call.state_v_first, torch.float32)
+
+
+def _replay(
+    pool: Tensor, records: Tensor, slots: Tensor, accepted: Tensor, real: Tensor, v_first: bool, dtype: torch.dtype
+) -> Tensor:
+    """Fold the accepted records into the pool; returns the states [N, HV, ...].
+
+    Records that were not accepted are dropped by selection, since they may hold anything. The decays after each record
+    are summed from the last one back, so that the whole fold is one scaling and one product.
+    """
+    key_dim = pool.shape[-1] if v_first else pool.shape[-2]
+    count = accepted.clamp(0, records.shape[1])
+    taken = torch.arange(records.shape[1], device=pool.device) < count.unsqueeze(1)  # [N, J]
+    record = pools.read_rows(records, slots, real).to(dtype)  # [N, J, HV, 2K + V]
+    record = torch.where(taken[:, :, None, None], record, 0.0).transpose(1, 2).flatten(0, 1)  # [M, J, 2K + V]
+    k, g, u = record.split([key_dim, key_dim, record.shape[-1] - 2 * key_dim], dim=-1)
+    from_here = g.flip(1).cumsum(1).flip(1)  # [M, J, K] decays from each record on
+    after = torch.cat([from_here[:, 1:], torch.zeros_like(g[:, :1])], dim=1)
+    decay, k_end = from_here[:, 0].exp(), k * after.exp()
+    state = pools.read_rows(pool, slots, real).to(dtype)
+    flat = state.flatten(0, 1)
+    if v_first:
+        flat.mul_(decay.unsqueeze(1)).baddbmm_(u.transpose(1, 2), k_end)
+    else:
+        flat.mul_(decay.unsqueeze(2)).baddbmm_(k_end.transpose(1, 2), u)
+    pools.write_rows(pool, slots, state, real & (count > 0))
+    return state
+
+
+def _write_outputs(out: Tensor, index: Tensor, values: Tensor, real: Tensor, present: Tensor) -> None:
+    """Outputs of the rows that have a token here; zero where the row is padding."""
+    pools.write_rows(out, index, torch.where(real[:, None, None], values, 0.0), present)
