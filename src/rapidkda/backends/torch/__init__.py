@@ -23,7 +23,7 @@ class TorchBackend:
         reasons = []
         if request.dtype not in DTYPES:
             reasons.append(f"inputs must be bfloat16, float16, float32 or float64, got {_name(request.dtype)}")
-        if request.state_dtype not in STATE_DTYPES:
+        if request.op in ("prefill", "decode", "verify") and request.state_dtype not in STATE_DTYPES:
             reasons.append(f"states must be float32, bfloat16 or float64, got {_name(request.state_dtype)}")
         if request.requires_grad and request.op not in ("prefill", "decode"):
             reasons.append(f"{request.op} has no gradient; prefill and decode have one")

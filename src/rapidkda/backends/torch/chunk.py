@@ -29,71 +29,100 @@ CHUNK = CHECKPOINT_ALIGNMENT  # so that every checkpoint lies between two chunks
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """Everything about chunks that does not depend on the state. Keys and queries of a token are neighbours."""
+    """Everything about M = R * HV chunks that does not depend on the state. Keys and queries of a token are neighbours."""
 
     kq: Tensor  # [M, C * 2, K] k exp(G) | q exp(G)
     solve: Tensor  # [M, C * 2, C] T | A T
-    v: Tensor  # [M, C, V]
+    v: Tensor  # [R, HV, C, V], any strides, any float dtype
     k_end: Tensor  # [M, C, K] k exp(G_C - G)
     decay: Tensor  # [M, K, 1] exp(G_C)
 
-    def narrow(self, begin: int, count: int) -> Prepared:
-        """Chunks begin .. begin + count - 1, as views."""
-        here = slice(begin, begin + count)
-        return Prepared(self.kq[here], self.solve[here], self.v[here], self.k_end[here], self.decay[here])
+    def rows(self, begin: int, count: int) -> Prepared:
+        """Rows begin .. begin + count - 1 of R, as views."""
+        heads = self.v.shape[1]
+        here = slice(begin * heads, (begin + count) * heads)
+        return Prepared(
+            self.kq[here], self.solve[here], self.v[begin : begin + count], self.k_end[here], self.decay[here]
+        )
 
 
-def prepare(kq: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Prepared:
-    """Token-parallel part. kq [M, C, 2, K] (k, scaled q), v [M, C, V], log decay g [M, C, K], b [M, C]."""
+def prepare(kq: Tensor, v: Tensor, g: Tensor, b: Tensor, in_place: bool) -> Prepared:
+    """Token-parallel part. kq [M, C, 2, K] (k, scaled q), v as in `Prepared`, log decay g [M, C, K], b [M, C].
+
+    With `in_place`, g is overwritten and autograd must be off.
+    """
+    count, size, _, key_dim = kq.shape
+    k = kq[:, :, 0]
+    products, from_start, to_end = _products(kq, g, in_place)
+    decayed = kq * _exp(from_start, in_place).unsqueeze(2)
+    decay = from_start if in_place else from_start.exp()
+    lower = products[:, :, 0] * b.unsqueeze(-1)
+    inverse = torch.linalg.solve_triangular(lower, torch.diag_embed(b), upper=False, unitriangular=True)
+    return Prepared(
+        kq=decayed.view(count, size * 2, key_dim),
+        solve=torch.stack([inverse, torch.bmm(products[:, :, 1], inverse)], dim=2).view(count, size * 2, size),
+        v=v,
+        k_end=k * _exp(to_end, in_place),
+        decay=decay[:, -1].unsqueeze(-1),
+    )
+
+
+def _products(kq: Tensor, g: Tensor, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Decayed products of every later row with every earlier key, [M, i, (k, q), j], zero above the diagonal (and on
+    it for k), and the sums of log decays over the chunk, up to each token and after it, both [M, C, K]."""
     count, chunk, _, key_dim = kq.shape
     k = kq[:, :, 0]
-    products = torch.zeros(count, chunk, 2, chunk, dtype=kq.dtype, device=kq.device)  # [M, i, (k, q), j]
+    products = torch.zeros(count, chunk, 2, chunk, dtype=kq.dtype, device=kq.device)
     products[:, :, 1].diagonal(dim1=1, dim2=2).copy_((kq[:, :, 1] * k).sum(-1))
     from_start, to_end = g, torch.zeros_like(g)  # sums over a token's block: up to it, and after it
     size = 1
     while size < chunk:
         pairs = chunk // (2 * size)
-        split = (count, pairs, 2, size, key_dim)
-        (_, late), (early, _) = from_start.view(split).unbind(2), to_end.view(split).unbind(2)
-        rows = kq.view(count, pairs, 2, size, 2, key_dim)[:, :, 1] * late.exp().unsqueeze(3)
-        columns = k.unflatten(1, (pairs, 2, size))[:, :, 0] * early.exp()
+        start_pairs = from_start.view(count, pairs, 2, size, key_dim)
+        end_pairs = to_end.view(count, pairs, 2, size, key_dim)
+        rows = kq.view(count, pairs, 2, size, 2, key_dim)[:, :, 1] * start_pairs[:, :, 1].exp().unsqueeze(3)
+        columns = k.unflatten(1, (pairs, 2, size))[:, :, 0]
+        columns = columns * end_pairs[:, :, 0].exp() if size > 1 else columns
         block = torch.bmm(
-            rows.view(count * pairs, size * 2, key_dim), columns.view(count * pairs, size, key_dim).transpose(1, 2)
+            rows.view(count * pairs, size * 2, key_dim), columns.reshape(count * pairs, size, key_dim).transpose(1, 2)
         )
         target = products.view(count, pairs, 2, size, 2, pairs, 2, size)[:, :, 1, :, :, :, 0]
         target.diagonal(dim1=1, dim2=4).copy_(block.view(count, pairs, size, 2, size).permute(0, 2, 3, 4, 1))
-        from_start, to_end = _merge(from_start.view(split), to_end.view(split))
+        from_start, to_end = _merge(start_pairs, end_pairs, in_place)
         size *= 2
-    decayed = kq * from_start.exp().unsqueeze(2)
-    lower = products[:, :, 0] * b.unsqueeze(-1)
-    inverse = torch.linalg.solve_triangular(lower, torch.diag_embed(b), upper=False, unitriangular=True)
-    return Prepared(
-        kq=decayed.view(count, chunk * 2, key_dim),
-        solve=torch.stack([inverse, torch.bmm(products[:, :, 1], inverse)], dim=2).view(count, chunk * 2, chunk),
-        v=v,
-        k_end=k * to_end.exp(),
-        decay=from_start[:, -1].exp().unsqueeze(-1),
-    )
+    return products, from_start, to_end
 
 
-def _merge(from_start: Tensor, to_end: Tensor) -> tuple[Tensor, Tensor]:
-    """Block sums of log decays for blocks of twice the size; both [M, pairs, 2, size, K] in, [M, C, K] out."""
+def _merge(from_start: Tensor, to_end: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+    """Sums of log decays for blocks of twice the size: [M, pairs, 2, size, K] in, [M, C, K] out."""
     count, pairs, _, size, key_dim = from_start.shape
-    totals = from_start[:, :, :, -1:]  # [M, pairs, 2, 1, K]
-    zero = torch.zeros_like(totals[:, :, :1])
-    before = torch.cat([zero, totals[:, :, :1]], dim=2)
-    after = torch.cat([totals[:, :, 1:], zero], dim=2)
     shape = (count, pairs * 2 * size, key_dim)
-    return (from_start + before).view(shape), (to_end + after).view(shape)
-
-
-def advance(chunk: Prepared, state: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
-    """One sequential step: outputs [M, C, V] and the state [M, K, V] after the chunk, in place if asked."""
-    count, tokens, value_dim = chunk.v.shape
-    read = torch.bmm(chunk.kq, state).view(count, tokens, 2, value_dim)
-    solved = torch.bmm(chunk.solve, chunk.v - read[:, :, 0]).view(count, tokens, 2, value_dim)
-    out = read[:, :, 1] + solved[:, :, 1]
-    correction, k_end = solved[:, :, 0], chunk.k_end.transpose(1, 2)
+    early, late = from_start[:, :, :, -1:].unbind(2)  # totals of the two blocks, [M, pairs, 1, K]
     if in_place:
+        to_end[:, :, 0] += late
+        from_start[:, :, 1] += early
+        return from_start.view(shape), to_end.view(shape)
+    from_start = torch.stack([from_start[:, :, 0], from_start[:, :, 1] + early], dim=2)
+    to_end = torch.stack([to_end[:, :, 0] + late, to_end[:, :, 1]], dim=2)
+    return from_start.view(shape), to_end.view(shape)
+
+
+def _exp(x: Tensor, in_place: bool) -> Tensor:
+    return x.exp_() if in_place else x.exp()
+
+
+def advance(chunk: Prepared, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One sequential step from `state` [M, K, V]: outputs [R, HV, C, V] and the state after the chunk.
+
+    With `out` the outputs go there and the state is updated in place; autograd must be off.
+    """
+    rows, heads, tokens, value_dim = chunk.v.shape
+    read = torch.bmm(chunk.kq, state).view(rows, heads, tokens, 2, value_dim)
+    target = None if out is None else torch.empty(rows, heads, tokens, value_dim, dtype=state.dtype, device=state.device)
+    missing = torch.sub(chunk.v, read[:, :, :, 0], out=target).flatten(0, 1)  # v is strided, the product needs it dense
+    solved = torch.bmm(chunk.solve, missing).view(rows, heads, tokens, 2, value_dim)
+    correction, k_end = solved[:, :, :, 0].flatten(0, 1), chunk.k_end.transpose(1, 2)
+    if out is not None:
+        torch.add(read[:, :, :, 1], solved[:, :, :, 1], out=out)
         return out, state.mul_(chunk.decay).baddbmm_(k_end, correction)
-    return out, torch.baddbmm(state * chunk.decay, k_end, correction)
+    return read[:, :, :, 1] + solved[:, :, :, 1], torch.baddbmm(state * chunk.decay, k_end, correction)

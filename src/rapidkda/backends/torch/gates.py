@@ -45,9 +45,14 @@ def write_strength(beta: Tensor, logits: bool, scale: float) -> Tensor:
     return strength if scale == 1.0 else strength * scale
 
 
+def inverse_norm(x: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * rsqrt(sum x^2 + 1e-6) over the last dimension of x [..., K], kept as 1."""
+    inverse = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + L2_EPS)
+    return inverse if scale == 1.0 else inverse * scale
+
+
 def normalize(x: Tensor, l2norm: bool, scale: float = 1.0) -> Tensor:
     """x [..., K], L2-normalised if asked, times `scale`."""
-    if not l2norm:
-        return x if scale == 1.0 else x * scale
-    inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-    return x * (inverse if scale == 1.0 else inverse * scale)
+    if l2norm:
+        return x * inverse_norm(x, scale)
+    return x if scale == 1.0 else x * scale

@@ -83,35 +83,41 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def load(tokens: Tokens, block: Block) -> chunk.Prepared:
-    """Gather, activate and prepare the chunks of a block; rows [R, HV] are flattened to M."""
+def load(tokens: Tokens, block: Block, in_place: bool) -> chunk.Prepared:
+    """Gather, activate and prepare the chunks of a block; with `in_place` autograd must be off."""
     rows, size = block.token.shape
-    heads, value_heads = tokens.heads, tokens.value_heads
+    heads, group = tokens.heads, tokens.value_heads // tokens.heads
     device, dtype = tokens.q.device, gates.accumulate_dtype(tokens.q.dtype)
     span = block.span()
     index = None if span is not None else to_device(block.token.reshape(-1), device)
 
     def take(x: Tensor) -> Tensor:
-        """x [T, ...] to [R, C, ...]."""
-        return (x[span] if index is None else x.index_select(0, index)).unflatten(0, (rows, size)).to(dtype)
+        """x [T, h, ...] to a view or copy [R, C, h, ...]."""
+        return (x[span] if index is None else x.index_select(0, index)).unflatten(0, (rows, size))
 
     def by_head(x: Tensor) -> Tensor:
-        """[R, C, h, ...] to [R * h, C, ...]."""
-        return x.transpose(1, 2).flatten(0, 1)
+        """[R, C, h, ...] to a dense copy [R * h, C, ...]."""
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
-    k = gates.normalize(take(tokens.k), tokens.l2norm)
-    q = gates.normalize(take(tokens.q), tokens.l2norm, tokens.scale)
-    kq = torch.stack([k, q], dim=3).unsqueeze(3)  # [R, C, H, 1, 2, K]
-    kq = kq.expand(-1, -1, -1, value_heads // heads, -1, -1).flatten(2, 3)
-    g = gates.log_decay(tokens.gate, take(tokens.g))
-    b = gates.write_strength(take(tokens.beta), tokens.beta_logits, tokens.beta_scale)
+    k, q = take(tokens.k).to(dtype).transpose(1, 2), take(tokens.q).to(dtype).transpose(1, 2)
+    k_scale = gates.inverse_norm(k) if tokens.l2norm else 1.0
+    q_scale = gates.inverse_norm(q, tokens.scale) if tokens.l2norm else tokens.scale
+    if in_place:
+        kq = torch.empty(rows, heads, size, 2, tokens.key_dim, dtype=dtype, device=device)
+        torch.mul(k, k_scale, out=kq[:, :, :, 0])
+        torch.mul(q, q_scale, out=kq[:, :, :, 1])
+    else:
+        kq = torch.stack([k * k_scale, q * q_scale], dim=3)
+    if group > 1:
+        kq = kq.repeat_interleave(group, dim=1)
+    g = gates.log_decay(tokens.gate, take(tokens.g).to(dtype))
+    b = gates.write_strength(take(tokens.beta).to(dtype), tokens.beta_logits, tokens.beta_scale)
     if not block.valid.all():
         valid = to_device(block.valid, device)
         g = torch.where(valid[:, :, None, None], g, 0.0)
         b = torch.where(valid[:, :, None], b, 0.0)
-    return chunk.prepare(
-        by_head(kq).contiguous(), by_head(take(tokens.v)), by_head(g).contiguous(), by_head(b).contiguous()
-    )
+    v = take(tokens.v).transpose(1, 2)
+    return chunk.prepare(kq.flatten(0, 1), v, by_head(g), by_head(b), in_place)
 
 
 Emit = Callable[[Block, Tensor], None]  # block, outputs [R, HV, C, V]
@@ -129,7 +135,9 @@ def run(
     current = state.flatten(0, 1)
     done = 0
     for block in group.blocks(rows):
-        prepared = load(tokens, block)
+        prepared = load(tokens, block, in_place)
+        shape = (len(block.member), value_heads, chunk.CHUNK, value_dim)
+        buffer = torch.empty(shape, dtype=state.dtype, device=state.device) if in_place else None
         outputs: list[Tensor] = []
         begin = 0
         for alive in block.alive:
@@ -137,14 +145,14 @@ def run(
             if count < current.shape[0]:
                 finished.append(current[count:])
                 current = current[:count]
-            part = prepared.narrow(begin, count)
-            out, current = chunk.advance(part, current, in_place)
+            target = None if buffer is None else buffer[begin : begin + alive]
+            out, current = chunk.advance(prepared.rows(begin, alive), current, target)
             outputs.append(out)
-            begin += count
+            begin += alive
             done += 1
             if boundary is not None:
                 boundary(done, current.unflatten(0, (alive, value_heads)))
-        emit(block, torch.cat(outputs).unflatten(0, (-1, value_heads)))
+        emit(block, torch.cat(outputs) if buffer is None else buffer)
     if in_place:
         return state
     return torch.cat([current, *reversed(finished)]).view(n, value_heads, key_dim, value_dim)
@@ -156,8 +164,8 @@ def forward(
     """The differentiable form, out of place.
 
     `initial` is [N, HV, V, K] if state_v_first, else [N, HV, K, V], one row a segment, or None for zeros. Returns the
-    outputs [T, HV, V] in the dtype of v (zero where no segment is) and the last states, laid out like `initial`, in
-    the accumulation dtype: float64 for float64 inputs, else float32.
+    outputs [T, HV, V] in the dtype of v (zero where no segment is) and the last states, laid out like `initial` and in
+    its dtype; without it, in the accumulation dtype.
     """
     device, dtype = tokens.q.device, gates.accumulate_dtype(tokens.q.dtype)
     value_heads, key_dim, value_dim = tokens.value_heads, tokens.key_dim, tokens.value_dim
@@ -181,7 +189,8 @@ def forward(
     out = torch.zeros(tokens.count, value_heads, value_dim, dtype=tokens.v.dtype, device=device)
     if rows:
         out = out.index_copy(0, torch.cat(rows), torch.cat(outputs))
-    return out, (final.transpose(-1, -2) if state_v_first else final).contiguous()
+    final = (final.transpose(-1, -2) if state_v_first else final).contiguous()
+    return out, final if initial is None else final.to(initial.dtype)
 
 
 @dataclass(slots=True, eq=False)
