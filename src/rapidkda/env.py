@@ -37,6 +37,17 @@ def backend_name(variable: str) -> str | None:
     return raw.strip() if raw is not None and raw.strip() else None
 
 
+VLLM_SWITCH = "RAPIDKDA_VLLM"
+
+
+def vllm_prefill() -> bool:
+    """RAPIDKDA_VLLM: `prefill` runs the prefill of vLLM's KDA layers on rapidkda; unset, empty or `off` does not."""
+    raw = os.environ.get(VLLM_SWITCH, "").strip().lower()
+    if raw not in ("", "off", "prefill"):
+        raise ValueError(f"environment variable {VLLM_SWITCH} must be prefill, off or unset; got {raw!r}")
+    return raw == "prefill"
+
+
 def cache_dir() -> Path:
     """RAPIDKDA_CACHE_DIR: where compiled kernels are kept (default: ~/.cache/rapidkda)."""
     raw = os.environ.get("RAPIDKDA_CACHE_DIR")
