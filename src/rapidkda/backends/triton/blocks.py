@@ -1,0 +1,113 @@
+"""Device functions that the kernels share: activations, slots, powers of two, and the dot products.
+
+Names: `p_` marks pointers. All address arithmetic is 64-bit: an index is widened before it meets a stride.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ... import env
+
+# Triton's interpreter multiplies bfloat16 operands wrongly, so there they are widened first.
+INTERPRETED = tl.constexpr(env.flag("TRITON_INTERPRET"))
+
+LOG_DECAY = tl.constexpr(0)  # the kinds of gate, see rapidkda.problem.Gate
+BOUNDED = tl.constexpr(1)
+SOFTPLUS = tl.constexpr(2)
+
+FLT_MAX = tl.constexpr(3.4028234e38)
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def dot(a, b):
+    """a [M, K] @ b [K, N] of half-precision operands, float32 accumulation."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def dot_fp32(a, b, PRECISION: tl.constexpr):
+    """a @ b of float32 operands to nearly float32; PRECISION is what the target's matrix units offer for that."""
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 to DTYPE, to nearest even. Triton's interpreter truncates to bfloat16, so there it is rounded first."""
+    if INTERPRETED:
+        if DTYPE == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def high_low(x):
+    """x as a sum of two bfloat16 numbers, 16 bits of mantissa together."""
+    high = narrow(x, tl.bfloat16)
+    return high, narrow(x - high.to(tl.float32), tl.bfloat16)
+
+
+@triton.jit
+def power_of_two(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """The largest power of two at most x (x >= 0, float32), kept within 2^LOW .. 2^HIGH, and its inverse. Exact."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, (LOW + 127) << 23), (HIGH + 127) << 23)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) to float32 accuracy on both tails; slow decays live on the left one."""
+    y = tl.exp(tl.minimum(x, 20.0))
+    series = y * (1.0 - y * (0.5 - y * (0.33333333 - y * 0.25)))
+    return tl.where(x > 20.0, x, tl.where(y < 0.03, series, tl.log(1.0 + y)))
+
+
+@triton.jit
+def amplitude(p_a_log, head):
+    """exp(A_log), finite: an infinite one would turn a zero logit into NaN."""
+    return tl.minimum(tl.exp(tl.load(p_a_log + head)), FLT_MAX)
+
+
+@triton.jit
+def log_decay(x, p_a_log, p_dt_bias, lower_bound, head, channel, K: tl.constexpr, GATE: tl.constexpr):
+    """Log decay of gate inputs x [..., K] (float32); `channel` indexes the last dimension, shaped to broadcast."""
+    if GATE == LOG_DECAY:
+        return x
+    if p_dt_bias is not None:
+        x = x + tl.load(p_dt_bias + head * K + channel)
+    if GATE == BOUNDED:
+        if p_a_log is not None:
+            x = x * amplitude(p_a_log, head)
+        return lower_bound * tl.sigmoid(x)
+    y = softplus(x)
+    if p_a_log is not None:
+        y = y * amplitude(p_a_log, head)
+    return -y
+
+
+@triton.jit
+def write_strength(x, beta_scale, LOGITS: tl.constexpr):
+    """Write strength b of the inputs beta (float32)."""
+    if LOGITS:
+        x = tl.sigmoid(x) * beta_scale
+    return x
+
+
+@triton.jit
+def trips(count):
+    """A loop bound. Triton 3.6's interpreter cannot take one from a tensor under NumPy 2.4, so there it is unwrapped."""
+    if INTERPRETED:
+        return count.handle.data.item()
+    return count
+
+
+@triton.jit
+def usable(slot, rows, pad_slot):
+    """Does this slot name a row of a pool of `rows` rows?"""
+    return (slot != pad_slot) & (slot >= 0) & (slot < rows)

@@ -1,0 +1,261 @@
+"""The token recurrence on pools: decode, speculative verification in both forms, and commit. One launch each.
+
+A program owns VB value rows of one head of one request and keeps them in registers; the value rows of a state are
+independent. Only the replay form keeps all of them in one program, since all of them read the same records.
+
+    S = S exp(g)      u = b (v - S k)      S = S + u k^T      o = scale S q        S [V, K]
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...problem import CommitCall, DecodeCall, Tokens, VerifyCall
+from . import launch
+from .blocks import L2_EPS, log_decay, narrow, trips, usable, write_strength
+
+
+@triton.jit
+def _state_offsets(head, rows, channels, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Offsets of a [rows, channels] tile inside a slot."""
+    base = head * (K * V)
+    if V_FIRST:
+        return base + rows[:, None] * K + channels[None, :]
+    return base + channels[None, :] * V + rows[:, None]
+
+
+@triton.jit
+def _load_key(
+    p_k, p_g, p_beta, p_a_log, p_dt_bias, token, head, group, channels, lower_bound, beta_scale,
+    k_t, k_h, g_t, g_h, b_t, b_h,
+    K: tl.constexpr, GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """One token's key [K], log decay [K] and write strength."""
+    k = tl.load(p_k + token * k_t + (head // group) * k_h + channels).to(tl.float32)
+    if L2NORM:
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    g = tl.load(p_g + token * g_t + head * g_h + channels).to(tl.float32)
+    g = log_decay(g, p_a_log, p_dt_bias, lower_bound, head, channels, K, GATE)
+    b = write_strength(tl.load(p_beta + token * b_t + head * b_h).to(tl.float32), beta_scale, LOGITS)
+    return k, g, b
+
+
+@triton.jit
+def _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM: tl.constexpr):
+    q = tl.load(p_q + token * q_t + (head // group) * q_h + channels).to(tl.float32)
+    if L2NORM:
+        q = q * tl.rsqrt(tl.sum(q * q, 0) + L2_EPS)
+    return q * scale
+
+
+@triton.jit
+def _advance(state, k, g, u_or_v, b, REPLAY: tl.constexpr):
+    """One step of a state tile [VB, K]; returns the state and the correction u [VB]. REPLAY: u is known."""
+    state = state * tl.exp(g)[None, :]
+    if REPLAY:
+        u = u_or_v
+    else:
+        u = b * (u_or_v - tl.sum(state * k[None, :], 1))
+    return state + u[:, None] * k[None, :], u
+
+
+@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions"])
+def step_kernel(
+    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_first, p_length, p_read, p_write, p_accepted,
+    pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
+    first_s, length_s, read_s, write_s, write_j, accepted_s, pool_s,
+    K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, V_FIRST: tl.constexpr,
+    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, VERIFY: tl.constexpr,
+):  # fmt: skip
+    """Decode (one token, read and write slots) or slot-per-position verification (VERIFY). Grid (N * V / VB, HV)."""
+    n = (tl.program_id(0) // (V // VB)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    rows = (tl.program_id(0) % (V // VB)) * VB + tl.arange(0, VB)
+    channels = tl.arange(0, K)
+    count = tl.load(p_length + n * length_s)
+    if VERIFY:
+        accepted = tl.load(p_accepted + n * accepted_s).to(tl.int64)
+        start = tl.minimum(tl.maximum(accepted, 1), positions) - 1
+        slot = tl.load(p_read + n * read_s + start * write_j).to(tl.int64)
+        real = usable(slot, pool_rows, pad_slot)
+        count = tl.minimum(count, positions)
+    else:
+        slot = tl.load(p_read + n * read_s).to(tl.int64)
+        target = tl.load(p_write + n * write_s).to(tl.int64)
+        real = usable(slot, pool_rows, pad_slot) & usable(target, pool_rows, pad_slot)
+        count = tl.minimum(count, 1)
+    offsets = _state_offsets(head, rows, channels, K, V, V_FIRST)
+    state = tl.load(p_pool + slot * pool_s + offsets, mask=real & (count > 0), other=0.0).to(tl.float32)
+    first = tl.load(p_first + n * first_s).to(tl.int64)
+    for j in range(0, trips(count)):
+        token = first + j
+        k, g, b = _load_key(
+            p_k, p_g, p_beta, p_a_log, p_dt_bias, token, head, group, channels, lower_bound, beta_scale,
+            k_t, k_h, g_t, g_h, b_t, b_h, K, GATE, LOGITS, L2NORM,
+        )  # fmt: skip
+        q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
+        v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
+        state, _ = _advance(state, k, g, v, b, False)
+        out = tl.where(real, tl.sum(state * q[None, :], 1), 0.0)
+        tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
+        if VERIFY:
+            target = tl.load(p_write + n * write_s + j * write_j).to(tl.int64)
+            keep = real & usable(target, pool_rows, pad_slot)
+        else:
+            keep = real
+        tl.store(p_pool + target * pool_s + offsets, narrow(state, p_pool.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _replay(
+    state, p_records, record_j, taken, head, rows, channels, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Fold the first `taken` records of a slot into a state tile. Records past that are never read."""
+    for j in range(0, trips(taken)):
+        p_record = p_records + j * record_j + head * WIDTH
+        k = tl.load(p_record + channels)
+        g = tl.load(p_record + K + channels)
+        u = tl.load(p_record + 2 * K + rows)
+        state, _ = _advance(state, k, g, u, 0.0, True)
+    return state
+
+
+@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions"])
+def replay_kernel(
+    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slots, p_accepted,
+    pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
+    first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
+    K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, V_FIRST: tl.constexpr,
+    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """Replay verification: fold the accepted records, store the state, run the drafts, record them. Grid (N, HV)."""
+    WIDTH: tl.constexpr = 2 * K + V
+    n = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    channels = tl.arange(0, K)
+    slot = tl.load(p_slots + n * slots_s).to(tl.int64)
+    real = usable(slot, pool_rows, pad_slot)
+    count = tl.minimum(tl.load(p_length + n * length_s), positions)
+    taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
+    taken = tl.where(real & (count > 0), taken, 0)
+    first = tl.load(p_first + n * first_s).to(tl.int64)
+    p_slot_records = p_records + slot * records_s
+    for block in range(0, V // VB):
+        rows = block * VB + tl.arange(0, VB)
+        offsets = _state_offsets(head, rows, channels, K, V, V_FIRST)
+        state = tl.load(p_pool + slot * pool_s + offsets, mask=real & (count > 0), other=0.0).to(tl.float32)
+        state = _replay(state, p_slot_records, records_j, taken, head, rows, channels, K, V, WIDTH)
+        tl.store(p_pool + slot * pool_s + offsets, narrow(state, p_pool.dtype.element_ty), mask=taken > 0)
+        last = block == V // VB - 1
+        tl.debug_barrier()  # every thread has read the old records before any of them is overwritten
+        for j in range(0, trips(count)):
+            token = first + j
+            k, g, b = _load_key(
+                p_k, p_g, p_beta, p_a_log, p_dt_bias, token, head, group, channels, lower_bound, beta_scale,
+                k_t, k_h, g_t, g_h, b_t, b_h, K, GATE, LOGITS, L2NORM,
+            )  # fmt: skip
+            q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
+            v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
+            state, u = _advance(state, k, g, v, b, False)
+            out = tl.where(real, tl.sum(state * q[None, :], 1), 0.0)
+            tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
+            p_record = p_slot_records + j * records_j + head * WIDTH
+            tl.store(p_record + channels, k, mask=real & last)
+            tl.store(p_record + K + channels, g, mask=real & last)
+            tl.store(p_record + 2 * K + rows, u, mask=real)
+
+
+@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions"])
+def commit_kernel(
+    p_pool, p_records, p_slots, p_accepted, pool_rows, pad_slot, positions,
+    slots_s, accepted_s, pool_s, records_s, records_j,
+    K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Fold the accepted records into the states. Grid (N * V / VB, HV)."""
+    n = (tl.program_id(0) // (V // VB)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    rows = (tl.program_id(0) % (V // VB)) * VB + tl.arange(0, VB)
+    channels = tl.arange(0, K)
+    slot = tl.load(p_slots + n * slots_s).to(tl.int64)
+    taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
+    if usable(slot, pool_rows, pad_slot) & (taken > 0):
+        p_state = p_pool + slot * pool_s + _state_offsets(head, rows, channels, K, V, V_FIRST)
+        state = tl.load(p_state).to(tl.float32)
+        state = _replay(state, p_records + slot * records_s, records_j, taken, head, rows, channels, K, V, 2 * K + V)
+        tl.store(p_state, narrow(state, p_pool.dtype.element_ty))
+
+
+def value_block(key_dim: int, value_dim: int) -> int:
+    """Value rows of a program: 16 KiB of float32 state, 32 registers a thread."""
+    return max(1, min(value_dim, 4096 // key_dim))
+
+
+def decode(call: DecodeCall) -> None:
+    """`Backend.decode`."""
+    tokens, segments = call.tokens, call.segments
+    if segments.count == 0 or tokens.count == 0:
+        return
+    block = value_block(tokens.key_dim, tokens.value_dim)
+    step_kernel[(segments.count * (tokens.value_dim // block), tokens.value_heads)](
+        *launch.inputs(tokens), call.out, call.pool,
+        segments.first_token, segments.length, call.read_slots, call.write_slots, None,
+        call.pool.shape[0], call.pad_slot, 1, *launch.scalars(tokens), *launch.strides(tokens),
+        call.out.stride(0), call.out.stride(1),
+        segments.first_token.stride(0), segments.length.stride(0),
+        call.read_slots.stride(0), call.write_slots.stride(0), 0, 0, call.pool.stride(0),
+        VB=block, V_FIRST=call.state_v_first, VERIFY=False, **launch.options(tokens), num_warps=4,
+    )  # fmt: skip
+
+
+def verify(call: VerifyCall) -> None:
+    """`Backend.verify`, both forms."""
+    tokens, segments, slots = call.tokens, call.segments, call.slots
+    if segments.count == 0 or tokens.count == 0:
+        return
+    if call.records is not None:
+        _verify_replay(call, call.records)
+        return
+    block = value_block(tokens.key_dim, tokens.value_dim)
+    step_kernel[(segments.count * (tokens.value_dim // block), tokens.value_heads)](
+        *launch.inputs(tokens), call.out, call.pool,
+        segments.first_token, segments.length, slots, slots, call.accepted,
+        call.pool.shape[0], call.pad_slot, slots.shape[1], *launch.scalars(tokens), *launch.strides(tokens),
+        call.out.stride(0), call.out.stride(1),
+        segments.first_token.stride(0), segments.length.stride(0),
+        slots.stride(0), slots.stride(0), slots.stride(1), call.accepted.stride(0), call.pool.stride(0),
+        VB=block, V_FIRST=call.state_v_first, VERIFY=True, **launch.options(tokens), num_warps=4,
+    )  # fmt: skip
+
+
+def _verify_replay(call: VerifyCall, records: Tensor) -> None:
+    tokens, segments = call.tokens, call.segments
+    block = min(tokens.value_dim, 16384 // tokens.key_dim)
+    replay_kernel[(segments.count, tokens.value_heads)](
+        *launch.inputs(tokens), call.out, call.pool, records,
+        segments.first_token, segments.length, call.slots, call.accepted,
+        call.pool.shape[0], call.pad_slot, records.shape[1], *launch.scalars(tokens), *launch.strides(tokens),
+        call.out.stride(0), call.out.stride(1),
+        segments.first_token.stride(0), segments.length.stride(0), call.slots.stride(0), call.accepted.stride(0),
+        call.pool.stride(0), records.stride(0), records.stride(1),
+        VB=block, V_FIRST=call.state_v_first, **launch.options(tokens), num_warps=8,
+    )  # fmt: skip
+
+
+def commit(call: CommitCall) -> None:
+    """`Backend.commit`."""
+    if call.slots.shape[0] == 0:
+        return
+    heads, a, b = call.pool.shape[1:]
+    value_dim, key_dim = (a, b) if call.state_v_first else (b, a)
+    block = value_block(key_dim, value_dim)
+    commit_kernel[(call.slots.shape[0] * (value_dim // block), heads)](
+        call.pool, call.records, call.slots, call.accepted,
+        call.pool.shape[0], call.pad_slot, call.records.shape[1],
+        call.slots.stride(0), call.accepted.stride(0), call.pool.stride(0),
+        call.records.stride(0), call.records.stride(1),
+        K=key_dim, V=value_dim, VB=block, V_FIRST=call.state_v_first, num_warps=4,
+    )  # fmt: skip
