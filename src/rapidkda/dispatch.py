@@ -33,6 +33,8 @@ REGISTRY: dict[str, str] = {
 AUTO = "auto"
 CONFIG_KEY = "kda_prefill_backend"
 ENGINE_FLAG = "--kda-prefill-backend"
+DECODE_CONFIG_KEY = "kda_decode_backend"
+DECODE_ENGINE_FLAG = "--kda-decode-backend"
 
 
 def backend_names() -> tuple[str, ...]:
@@ -118,19 +120,22 @@ def wish(
     engine_flag: str | None = None,
     additional_config: Mapping[str, Any] | None = None,
     variable: str = env.PREFILL_BACKEND,
+    key: str = CONFIG_KEY,
+    flag: str = ENGINE_FLAG,
 ) -> tuple[str, str]:
     """The backend that the configuration asks for, and by which source.
 
-    Sources: an explicit argument, the engine flag, `additional_config["kda_prefill_backend"]`, the environment
-    variable; else `auto`. Two sources that name different backends raise `ConfigConflict`.
+    Sources: an explicit argument, the engine flag, `additional_config[key]`, the environment variable; else `auto`. Two
+    sources that name different backends raise `ConfigConflict`. `variable`, `key` and `flag` name the knob: by default
+    the prefill backend's.
     """
     if additional_config is not None and not isinstance(additional_config, Mapping):
         raise TypeError(f"additional_config must be a mapping, got {type(additional_config).__name__}")
-    configured = (additional_config or {}).get(CONFIG_KEY)
+    configured = (additional_config or {}).get(key)
     sources = {
         "argument backend": backend,
-        f"engine flag {ENGINE_FLAG}": engine_flag,
-        f'additional_config["{CONFIG_KEY}"]': configured,
+        f"engine flag {flag}": engine_flag,
+        f'additional_config["{key}"]': configured,
         f"environment variable {variable}": env.backend_name(variable),
     }
     named = {source: check_name(value, source) for source, value in sources.items() if value is not None}
