@@ -105,7 +105,7 @@ def kda(
     for n, (b, start, end) in enumerate(spans):
         here = slice(start, end)
         outputs[b, here], states[n] = recurrence(
-            q[b, here], k[b, here], v[b, here], g[b, here], beta[b, here], scale, states[n]
+            q[b, here], k[b, here], v[b, here], g[b, here], beta[b, here], scale, states[n].clone()
         )
     return outputs, (states.transpose(-1, -2) if state_v_first else states).contiguous()
 

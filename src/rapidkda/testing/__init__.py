@@ -3,7 +3,7 @@
 from .inputs import Inputs, activated, make_inputs
 from .regimes import REGIMES, Regime, regime
 from .shapes import DECODE_BATCHES, PREFILL, SMALL, VERIFY_DRAFTS, Shape, by_name, decode_shape
-from .tolerances import Bar, bar, case_bar, relative_error, worst_output_error, worst_state_error
+from .tolerances import Bar, bar, carried_bar, case_bar, relative_error, worst_output_error, worst_state_error
 
 __all__ = [
     "DECODE_BATCHES",
@@ -18,6 +18,7 @@ __all__ = [
     "activated",
     "bar",
     "by_name",
+    "carried_bar",
     "case_bar",
     "decode_shape",
     "make_inputs",

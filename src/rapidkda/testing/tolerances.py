@@ -42,6 +42,14 @@ def case_bar(dtype: torch.dtype, state_dtype: torch.dtype = torch.float32) -> Ba
     return _stored(_CASE_FLOAT32 if dtype == torch.float32 else _CASE_HALF, state_dtype)
 
 
+def carried_bar(dtype: torch.dtype, state_dtype: torch.dtype) -> Bar:
+    """The bar for constructed cases whose state was stored and read back a few times on the way."""
+    limit = case_bar(dtype, state_dtype)
+    if state_dtype == torch.float32:
+        return limit
+    return Bar(max(limit.out, 2 * BF16_STATE_ROUNDING), max(limit.state, 2 * BF16_STATE_ROUNDING))
+
+
 def _stored(limit: Bar, state_dtype: torch.dtype) -> Bar:
     if state_dtype == torch.float32:
         return limit

@@ -1,0 +1,59 @@
+"""The registry of checks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .target import Target
+
+CheckFunction = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check with its parameters; `run(target)` raises AssertionError where the backend is wrong."""
+
+    id: str
+    run: Callable[[Target], None]
+    slow_when_interpreted: bool
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    *kinds: str, slow_when_interpreted: bool = False, **parameters: Sequence[Any]
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Register a check under the kinds of faults it covers, once for every combination of its parameters."""
+
+    def register(check: CheckFunction) -> CheckFunction:
+        prefix = "-".join([*kinds, check.__name__])
+        for values in itertools.product(*parameters.values()):
+            chosen = dict(zip(parameters, values, strict=True))
+            label = ",".join(f"{name}={_label(value)}" for name, value in chosen.items())
+            name = f"{prefix}[{label}]" if label else prefix
+            CASES[name] = Case(name, functools.partial(check, **chosen), slow_when_interpreted)
+        return check
+
+    return register
+
+
+def matching(*prefixes: str) -> list[Case]:
+    """Cases whose id starts with one of the prefixes, or holds it as a kind; each prefix must match something."""
+    found = []
+    for prefix in prefixes:
+        hits = [c for c in CASES.values() if c.id.startswith(prefix) or prefix in c.id.split("[")[0].split("-")]
+        if not hits:
+            raise LookupError(f"no contract case matches {prefix!r}")
+        found += [hit for hit in hits if hit not in found]
+    return found
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return "+".join(map(_label, value))
+    return str(value).removeprefix("torch.")
