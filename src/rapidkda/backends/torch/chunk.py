@@ -29,7 +29,7 @@ CHUNK = CHECKPOINT_ALIGNMENT  # so that every checkpoint lies between two chunks
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """Everything about M = R * HV chunks that does not depend on the state. Keys and queries of a token are neighbours."""
+    """What about M = R * HV chunks does not depend on the state. Keys and queries of a token are neighbours."""
 
     kq: Tensor  # [M, C * 2, K] k exp(G) | q exp(G)
     solve: Tensor  # [M, C * 2, C] T | A T
@@ -118,7 +118,7 @@ def advance(chunk: Prepared, state: Tensor, out: Tensor | None) -> tuple[Tensor,
     """
     rows, heads, tokens, value_dim = chunk.v.shape
     read = torch.bmm(chunk.kq, state).view(rows, heads, tokens, 2, value_dim)
-    target = None if out is None else torch.empty(rows, heads, tokens, value_dim, dtype=state.dtype, device=state.device)
+    target = None if out is None else read.new_empty(rows, heads, tokens, value_dim)
     missing = torch.sub(chunk.v, read[:, :, :, 0], out=target).flatten(0, 1)  # v is strided, the product needs it dense
     solved = torch.bmm(chunk.solve, missing).view(rows, heads, tokens, 2, value_dim)
     correction, k_end = solved[:, :, :, 0].flatten(0, 1), chunk.k_end.transpose(1, 2)

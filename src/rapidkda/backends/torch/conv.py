@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...problem import ConvCall
 from . import pools
-from .gates import accumulate_dtype
+from .gates import accumulate_dtype, silu
 
 BLOCK_ELEMENTS = 1 << 19  # of one temporary
 
@@ -82,7 +82,7 @@ def _accumulate(sources: list[Tensor], call: ConvCall) -> Tensor:
         y.addcmul_(source.to(dtype), weight[:, tap])
     if call.bias is not None:
         y += call.bias.to(dtype)
-    return F.silu(y, inplace=True) if call.silu else y
+    return silu(y) if call.silu else y
 
 
 def _body(call: ConvCall, real: Tensor | None) -> None:
@@ -126,7 +126,7 @@ def _near_start(call: ConvCall, positions: int) -> Tensor:
     """The first `positions` inputs of every segment [N, positions, C]; past its end, anything."""
     lane = torch.arange(positions, device=call.x.device)
     index = (call.segments.first_token.long().unsqueeze(1) + lane).clamp(max=call.x.shape[0] - 1)
-    return call.x.index_select(0, index.flatten()).unflatten(0, index.shape)
+    return call.x.index_select(0, index.flatten()).view(*index.shape, call.x.shape[1])
 
 
 def _heads(call: ConvCall, history: Tensor, real: Tensor | None) -> None:

@@ -1,6 +1,9 @@
 """Activations of the raw inputs: the log decay, the write strength, and the L2 norm of queries and keys.
 
 All of them take and return the accumulation dtype, are differentiable, and work on any leading shape.
+
+torch's own sigmoid and softplus round differently in the last elements of a vector loop, so that an element's bits
+depend on where in a tensor it lies. Without gradients both are therefore built from functions that do not.
 """
 
 from __future__ import annotations
@@ -19,6 +22,22 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        return torch.sigmoid(x)
+    return x.neg().exp_().add_(1.0).reciprocal_()
+
+
+def softplus(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        return F.softplus(x)
+    return x.abs().neg_().exp_().log1p_().add_(x.clamp(min=0.0))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * sigmoid(x)
+
+
 def log_decay(gate: Gate, g: Tensor) -> Tensor:
     """Log decay (<= 0) of gate inputs `g` [..., HV, K], in the dtype of `g`."""
     if gate.kind == "log_decay":
@@ -32,8 +51,8 @@ def log_decay(gate: Gate, g: Tensor) -> Tensor:
     if gate.kind == "bounded":
         if gate.lower_bound is None:
             raise ValueError("gate.lower_bound must be given for a bounded gate, got None")
-        return torch.sigmoid(x if amplitude is None else x * amplitude) * gate.lower_bound
-    decay = F.softplus(x)
+        return sigmoid(x if amplitude is None else x * amplitude) * gate.lower_bound
+    decay = softplus(x)
     return -(decay if amplitude is None else decay * amplitude)
 
 
@@ -41,7 +60,7 @@ def write_strength(beta: Tensor, logits: bool, scale: float) -> Tensor:
     """Write strength b from `beta`, in its dtype; `scale` multiplies the sigmoid of logits."""
     if not logits:
         return beta
-    strength = torch.sigmoid(beta)
+    strength = sigmoid(beta)
     return strength if scale == 1.0 else strength * scale
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...problem import NormCall
-from .gates import accumulate_dtype
+from .gates import accumulate_dtype, sigmoid, silu
 
 BLOCK_ELEMENTS = 1 << 19  # of one temporary
 
@@ -17,7 +16,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str
     dtype = accumulate_dtype(x.dtype)
     x, z = x.to(dtype), z.to(dtype)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
-    return y * (torch.sigmoid(z) if activation == "sigmoid" else F.silu(z))
+    return y * (sigmoid(z) if activation == "sigmoid" else silu(z))
 
 
 def norm(call: NormCall) -> None:

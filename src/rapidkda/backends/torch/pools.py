@@ -21,21 +21,36 @@ def read_rows(pool: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
     return pool.index_select(0, torch.where(mask, slots, 0))
 
 
-def write_rows(pool: Tensor, slots: Tensor, values: Tensor, mask: Tensor) -> None:
-    """pool[slots[n]] = values[n] where mask[n]; nothing else changes. Unmasked slots must be distinct.
+def view_rows(pool: Tensor, slots: Tensor, mask: Tensor) -> Tensor | None:
+    """pool[slots] as a dense view, where the host can tell for free that the slots are real and follow one another."""
+    if pool.device.type != "cpu" or not pool.is_contiguous() or not mask.all():
+        return None
+    first = int(slots[0])
+    if not torch.equal(slots, torch.arange(first, first + slots.shape[0], dtype=slots.dtype)):
+        return None
+    return pool[first : first + slots.shape[0]]
 
-    Without a host copy of the mask, masked rows repeat the write of the first unmasked row; if there is none, they
-    write the pool's first row back to itself.
-    """
+
+def write_rows(pool: Tensor, slots: Tensor, values: Tensor, mask: Tensor) -> None:
+    """pool[slots[n]] = values[n] where mask[n]; nothing else changes. Unmasked slots must be distinct."""
     if pool.shape[0] == 0 or slots.shape[0] == 0:
         return
-    values = values.to(pool.dtype)
-    if pool.device.type == "cpu":
-        if not mask.all():
-            keep = mask.nonzero().squeeze(1)
-            slots, values = slots.index_select(0, keep), values.index_select(0, keep)
-        pool.index_copy_(0, slots.long(), values)
+    if pool.device.type != "cpu":
+        redirect_rows(pool, slots, values, mask)
         return
+    if not mask.all():
+        keep = mask.nonzero().squeeze(1)
+        slots, values = slots.index_select(0, keep), values.index_select(0, keep)
+    pool.index_copy_(0, slots.long(), values.to(pool.dtype))
+
+
+def redirect_rows(pool: Tensor, slots: Tensor, values: Tensor, mask: Tensor) -> None:
+    """`write_rows` where the host must not know the mask.
+
+    Masked rows repeat the write of the first unmasked row; if there is none, they write the pool's first row back to
+    itself.
+    """
+    values = values.to(pool.dtype)
     any_row = mask.any()
     first = mask.to(torch.uint8).argmax().reshape(1)
     spare_slot = torch.where(any_row, slots.index_select(0, first), 0)

@@ -93,11 +93,12 @@ def load(tokens: Tokens, block: Block, in_place: bool) -> chunk.Prepared:
 
     def take(x: Tensor) -> Tensor:
         """x [T, h, ...] to a view or copy [R, C, h, ...]."""
-        return (x[span] if index is None else x.index_select(0, index)).unflatten(0, (rows, size))
+        taken = x[span] if index is None else x.index_select(0, index)
+        return taken.view(rows, size, *taken.shape[1:])
 
     def by_head(x: Tensor) -> Tensor:
         """[R, C, h, ...] to a dense copy [R * h, C, ...]."""
-        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
+        return torch.clone(x.transpose(1, 2), memory_format=torch.contiguous_format).flatten(0, 1)
 
     k, q = take(tokens.k).to(dtype).transpose(1, 2), take(tokens.q).to(dtype).transpose(1, 2)
     k_scale = gates.inverse_norm(k) if tokens.l2norm else 1.0
@@ -124,9 +125,7 @@ Emit = Callable[[Block, Tensor], None]  # block, outputs [R, HV, C, V]
 Boundary = Callable[[int, Tensor], None]  # chunks done, states [alive, HV, K, V]
 
 
-def run(
-    tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, in_place: bool
-) -> Tensor:
+def run(tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, in_place: bool) -> Tensor:
     """Run a group from `state` [n, HV, K, V] (overwritten if in_place); returns its last states."""
     n, value_heads, key_dim, value_dim = state.shape
     elements = CPU_BLOCK if state.device.type == "cpu" else DEVICE_BLOCK
@@ -158,9 +157,7 @@ def run(
     return torch.cat([current, *reversed(finished)]).view(n, value_heads, key_dim, value_dim)
 
 
-def forward(
-    tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_first: bool
-) -> tuple[Tensor, Tensor]:
+def forward(tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_first: bool) -> tuple[Tensor, Tensor]:
     """The differentiable form, out of place.
 
     `initial` is [N, HV, V, K] if state_v_first, else [N, HV, K, V], one row a segment, or None for zeros. Returns the
@@ -276,9 +273,7 @@ def _exports(checkpoints: Checkpoints | None) -> dict[int, list[tuple[int, int]]
     return table
 
 
-def _exporter(
-    call: PrefillCall, group: Group, real: Tensor, exports: dict[int, list[tuple[int, int]]]
-) -> Boundary:
+def _exporter(call: PrefillCall, group: Group, real: Tensor, exports: dict[int, list[tuple[int, int]]]) -> Boundary:
     """Copies states into the checkpoint pool whenever a segment of the group reaches an offset."""
     pool = call.checkpoint_pool
     position = {int(n): i for i, n in enumerate(group.segments)}

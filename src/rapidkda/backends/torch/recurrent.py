@@ -6,6 +6,7 @@ positions of its drafts. States keep the pool's layout, so nothing is transposed
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, Tokens, VerifyCall
 from . import gates, pools
+
+CPU_BLOCK = 1 << 19  # state elements that run at once: few enough to stay in a CPU's second-level cache
+DEVICE_BLOCK = 1 << 28
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +28,16 @@ class Rows:
     v: Tensor  # [N, HV, V]
     g: Tensor  # [N, HV, K] log decay
     b: Tensor  # [N, HV]
+
+    def part(self, here: slice) -> Rows:
+        return Rows(self.q[here], self.k[here], self.v[here], self.g[here], self.b[here])
+
+
+def blocks(count: int, pool: Tensor) -> Iterator[slice]:
+    """Ranges of rows that run at once."""
+    elements = CPU_BLOCK if pool.device.type == "cpu" else DEVICE_BLOCK
+    size = max(1, elements // max(1, pool[0].numel() if pool.shape[0] else 1))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def load(tokens: Tokens, index: Tensor) -> Rows:
@@ -57,7 +71,7 @@ def step(state: Tensor, rows: Rows, v_first: bool) -> tuple[Tensor, Tensor]:
     decay = rows.g.exp().flatten(0, 1)  # [M, K]
     k, q = rows.k.flatten(0, 1), rows.q.flatten(0, 1)
     kq = torch.stack([k * decay, q * decay], dim=1)  # [M, 2, K]
-    read = torch.bmm(flat, kq.transpose(1, 2)).transpose(1, 2) if v_first else torch.bmm(kq, flat)  # [M, 2, V]
+    read = torch.bmm(kq, flat.transpose(1, 2) if v_first else flat)  # [M, 2, V]
     u = rows.b.reshape(-1, 1) * (rows.v.flatten(0, 1) - read[:, 0])
     out = read[:, 1] + (q * k).sum(-1, keepdim=True) * u
     if v_first:
@@ -77,47 +91,65 @@ def decode(call: DecodeCall) -> None:
     real = active & read & pools.usable(call.write_slots, pool.shape[0], call.pad_slot)
     index = torch.where(active, segments.first_token, 0)
     rows = load(tokens, index)
-    state = pools.read_rows(pool, call.read_slots, real).to(rows.q.dtype)
-    out, _ = step(state, rows, call.state_v_first)
+    out = torch.empty_like(rows.v)
+    # A row may read a slot that another one writes; only if none does can rows run in blocks.
+    apart = call.read_slots is call.write_slots or (pool.device.type == "cpu" and _same(call))
+    for here in blocks(segments.count, pool) if apart else (slice(0, segments.count),):
+        slots, mask = call.read_slots[here], real[here]
+        view = pools.view_rows(pool, slots, mask) if apart and pool.dtype == out.dtype else None
+        state = pools.read_rows(pool, slots, mask).to(out.dtype) if view is None else view
+        out[here], _ = step(state, rows.part(here), call.state_v_first)
+        if view is None:
+            pools.write_rows(pool, call.write_slots[here], state, mask)
     _write_outputs(call.out, index, out, real, active)
-    pools.write_rows(pool, call.write_slots, state, real)
+
+
+def _same(call: DecodeCall) -> bool:
+    return torch.equal(call.read_slots, call.write_slots)
 
 
 def verify(call: VerifyCall) -> None:
     """`Backend.verify`: both forms, in place on the pool and the records."""
-    tokens, segments, pool = call.tokens, call.segments, call.pool
-    if tokens.count == 0 or segments.count == 0:
-        return
-    active = segments.length > 0
-    if call.records is None:
-        width = call.slots.shape[1]
-        start = (call.accepted.clamp(1, width) - 1).long().unsqueeze(1)
-        slots = call.slots.gather(1, start).squeeze(1)
-    else:
-        slots = call.slots
-    real = active & pools.usable(slots, pool.shape[0], call.pad_slot)
+    if call.tokens.count > 0:
+        for here in blocks(call.segments.count, call.pool):
+            _verify_rows(call, here)
+
+
+def _verify_rows(call: VerifyCall, here: slice) -> None:
+    tokens, pool, records = call.tokens, call.pool, call.records
+    first, length = call.segments.first_token[here], call.segments.length[here]
+    slots, accepted = call.slots[here], call.accepted[here]
     dtype = gates.accumulate_dtype(tokens.q.dtype)
-    if call.records is None:
-        state = pools.read_rows(pool, slots, real).to(dtype)
+    if records is None:
+        start = accepted.clamp(1, slots.shape[1]).long() - 1
+        current = slots.gather(1, start.unsqueeze(1)).squeeze(1)
     else:
-        state = _replay(pool, call.records, slots, call.accepted, real, call.state_v_first, dtype)
-    for j in range(segments.max_length):
-        present = active & (segments.length > j)
-        index = torch.where(present, segments.first_token + j, 0)
+        current = slots
+    real = (length > 0) & pools.usable(current, pool.shape[0], call.pad_slot)
+    if records is None:
+        state = pools.read_rows(pool, current, real).to(dtype)
+    else:
+        state = _replay(pool, records, current, accepted, real, call.state_v_first, dtype)
+    for j in range(call.segments.max_length):
+        present = length > j
+        index = torch.where(present, first + j, 0)
         rows = load(tokens, index)
         out, u = step(state, rows, call.state_v_first)
         _write_outputs(call.out, index, out, real, present)
-        if call.records is None:
-            targets = call.slots[:, j]
-            pools.write_rows(pool, targets, state, real & present & pools.usable(targets, pool.shape[0], call.pad_slot))
+        if records is None:
+            target = slots[:, j]
+            mask = real & present & pools.usable(target, pool.shape[0], call.pad_slot)
+            pools.write_rows(pool, target, state, mask)
         else:
-            pools.write_rows(call.records[:, j], slots, torch.cat([rows.k, rows.g, u], dim=-1), real & present)
+            pools.write_rows(records[:, j], current, torch.cat([rows.k, rows.g, u], dim=-1), real & present)
 
 
 def commit(call: CommitCall) -> None:
     """`Backend.commit`: fold the accepted records into the states."""
     real = pools.usable(call.slots, call.pool.shape[0], call.pad_slot)
-    _replay(call.pool, call.records, call.slots, call.accepted, real, call.state_v_first, torch.float32)
+    for here in blocks(call.slots.shape[0], call.pool):
+        slots, accepted = call.slots[here], call.accepted[here]
+        _replay(call.pool, call.records, slots, accepted, real[here], call.state_v_first, torch.float32)
 
 
 def _replay(
