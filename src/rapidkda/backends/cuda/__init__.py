@@ -1,0 +1,104 @@
+"""CUDA C++ kernels for compute capability 9.0, compiled at run time. Only prefill: decode, verification, convolution
+and norm are bound by memory and launch, where the Triton kernels are already at the floor of the state's bytes.
+
+Importing this folder needs none of the packages that the kernels are compiled and launched with.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+
+import torch
+
+from ...errors import CompilationError
+from ...problem import CommitCall, ConvCall, DecodeCall, NormCall, Op, PrefillCall, Sizes, VerifyCall
+from ..base import Request
+
+# Scratch is sized for the largest part of this capability (132 multiprocessors on an H100 SXM and an H200).
+_MAX_MULTIPROCESSORS = 132
+_PACKAGES = {"cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core"}
+
+
+class CudaBackend:
+    """Prefill on Hopper."""
+
+    name = "cuda"
+
+    def unmet(self, request: Request) -> list[str]:
+        """See `rapidkda.backends.base.Backend`."""
+        unmet = []
+        if request.op != "prefill":
+            unmet.append(f"{request.op} has no kernel here, only prefill (the triton backend serves it)")
+        device = request.device
+        if device.vendor != "nvidia" or device.capability != (9, 0):
+            unmet.append(f"needs an NVIDIA GPU of compute capability 9.0, got {device}")
+        if request.dtype is not torch.bfloat16:
+            unmet.append(f"needs bfloat16 inputs, got {str(request.dtype).removeprefix('torch.')}")
+        if (request.key_dim, request.value_dim) != (128, 128):
+            unmet.append(f"needs head dims K = V = 128, got K = {request.key_dim}, V = {request.value_dim}")
+        if request.requires_grad:
+            unmet.append("has no backward pass")
+        return [*unmet, *_missing_packages()]
+
+    def workspace_bytes(self, op: Op, sizes: Sizes) -> int:
+        """See `rapidkda.backends.base.Backend`."""
+        from .host.plan import workspace_bytes
+
+        if op != "prefill" or sizes.segments == 0:
+            return 0
+        return workspace_bytes(sizes.value_heads, _MAX_MULTIPROCESSORS)
+
+    def prefill(self, call: PrefillCall) -> None:
+        """See `rapidkda.backends.base.Backend`."""
+        from .host.prefill import run
+
+        run(call)
+
+    def decode(self, call: DecodeCall) -> None:
+        raise NotImplementedError("the cuda backend has no decode kernel; unmet() says so")
+
+    def verify(self, call: VerifyCall) -> None:
+        raise NotImplementedError("the cuda backend has no verify kernel; unmet() says so")
+
+    def commit(self, call: CommitCall) -> None:
+        raise NotImplementedError("the cuda backend has no commit kernel; unmet() says so")
+
+    def conv(self, call: ConvCall) -> None:
+        raise NotImplementedError("the cuda backend has no convolution kernel; unmet() says so")
+
+    def norm(self, call: NormCall) -> None:
+        raise NotImplementedError("the cuda backend has no norm kernel; unmet() says so")
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is absent
+        return False
+
+
+@functools.cache
+def _missing_packages() -> tuple[str, ...]:
+    missing = [package for module, package in _PACKAGES.items() if not _installed(module)]
+    if missing:
+        return (f"needs the packages {', '.join(missing)} (pip install rapidkda[cuda])",)
+    from . import compiler
+
+    try:
+        compiler.compiler_version()
+    except (CompilationError, RuntimeError) as error:  # cuda-bindings raises RuntimeError where the library is absent
+        return (f"needs NVRTC, package nvidia-cuda-nvrtc (pip install rapidkda[cuda]): {error}",)
+    return ()
+
+
+def compile_all(arch: str = "sm_90a") -> int:
+    """Compile every kernel into the cache; needs no GPU. Returns how many had to be compiled."""
+    from . import compiler
+    from .host.prefill import kernels
+
+    before = compiler.compile_count()
+    for kernel in kernels():
+        compiler.compiled(kernel, arch)
+    return compiler.compile_count() - before

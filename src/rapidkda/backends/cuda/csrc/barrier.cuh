@@ -1,0 +1,57 @@
+// mbarriers, named barriers of a group of warps, and barriers of a cluster.
+#pragma once
+#include "scalar.cuh"
+
+DEVICE void barrier_init(u32 bar, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals));
+}
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
+// One arrival that also announces `bytes` of asynchronous copies.
+DEVICE void barrier_expect(u32 bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(u32 bar, int parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nTRY_%=:\nmbarrier.try_wait.parity.shared.b64 p,[%0],%1;\n@p bra DONE_%=;\nbra TRY_%=;\n"
+        "DONE_%=:\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+
+// The same on another CTA of the cluster. Relaxed on purpose: what these order is done by the consumers' own reads and
+// by the copy engine, and release semantics at cluster scope cost about 1,600 cycles each.
+DEVICE void barrier_arrive_remote(u32 bar, u32 rank) {
+    asm volatile(
+        "{.reg .b32 r; mapa.shared::cluster.u32 r,%0,%1; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _,[r];}" ::"r"(
+            bar),
+        "r"(rank)
+        : "memory");
+}
+DEVICE void barrier_expect_remote(u32 bar, u32 rank, int bytes) {
+    asm volatile(
+        "{.reg .b32 r; mapa.shared::cluster.u32 r,%0,%1; "
+        "mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _,[r],%2;}" ::"r"(bar),
+        "r"(rank), "r"(bytes)
+        : "memory");
+}
+
+DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
+
+DEVICE void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE u32 cluster_rank() {
+    u32 r;
+    asm("mov.u32 %0,%%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+template <int kRegisters>
+DEVICE void release_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+DEVICE void claim_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}

@@ -1,0 +1,35 @@
+// Bulk copies: tensor maps (TMA) into shared memory, and shared memory to another CTA of the cluster.
+#pragma once
+#include "barrier.cuh"
+
+// As cuTensorMapEncodeTiled writes it; opaque here.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+// A tile of 16 tokens of one head: dims (element in a 128-byte block, token, block, head). It lands as
+// [block][16 tokens][128 bytes] with the 128-byte swizzle; how many blocks is the map's box. Tokens past the tensor's end
+// arrive as zeros.
+DEVICE void copy_tile(u32 destination, const TensorMap* map, int token, int block, int head, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3,%4,%5}],[%6];" ::"r"(
+            destination),
+        "l"(map), "r"(0), "r"(token), "r"(block), "r"(head), "r"(bar)
+        : "memory");
+}
+// The same into the CTA `rank` of the cluster, at the same offsets, completing on its barrier.
+DEVICE void copy_tile_remote(u32 destination, const TensorMap* map, int token, int block, int head, u32 bar, u32 rank) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0],[%1,{%2,%3,%4,%5}],[%6],%7;" ::"r"(destination),
+        "l"(map), "r"(0), "r"(token), "r"(block), "r"(head), "r"(bar), "h"(static_cast<u16>(1u << rank))
+        : "memory");
+}
+// This CTA's shared memory to the same offset in CTA `rank`, completing on the barrier at the same offset there.
+DEVICE void copy_to_peer(u32 source, u32 rank, int bytes, u32 bar) {
+    asm volatile(
+        "{.reg .b32 d,b; mapa.shared::cluster.u32 d,%0,%1; mapa.shared::cluster.u32 b,%2,%1; "
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d],[%0],%3,[b];}" ::"r"(source),
+        "r"(rank), "r"(bar), "r"(bytes)
+        : "memory");
+}

@@ -1,0 +1,60 @@
+// Forms of the prefill kernel, and where everything lies in shared memory.
+#pragma once
+#include "scalar.cuh"
+
+constexpr int kChunk = 16;  // tokens a step
+
+// kWhole:      one CTA owns a head: 128 rows of the state (V), two consumer warpgroups.
+// kPair:       a cluster of two CTAs owns a head, 64 rows of V each; each prepares every other chunk and copies it over.
+// kTransition: a cluster of two CTAs makes the affine transition of a part of a segment: rank 0 its B (zero state), rank
+//              1 its M (identity state, v = 0), 128 rows each, preparation shared as in kPair. No outputs.
+enum class Form { kWhole, kPair, kTransition };
+
+// One stage: everything the consumers need of one chunk. Tiles have the 128-byte swizzle: [64-channel half][row][128 B].
+// The part before `v` is made by the producers and, in a cluster, copied to the peer as it stands.
+struct Stage {
+    static constexpr int kd_qd = 0;         // [2 halves][kd 16 rows | qd 16 rows][128 B]
+    static constexpr int kr = 8192;         // [2 halves][16][128 B]
+    static constexpr int inverse = 12288;   // Tinv, high part, bf16 [2 column halves][16][8]
+    static constexpr int inverse_low = 12800;  // Tinv - high part
+    static constexpr int intra = 13312;     // Aqk, same layout
+    static constexpr int decay = 13824;     // exp(G_C) fp32, [4 lanes % 4][16 n-tiles][2], rows padded to 144 B
+    static constexpr int decay_row = 144;
+    static constexpr int row_scale = 14400;  // fp32 [k 16 | q 16]
+    static constexpr int prepared = 14528;   // bytes copied to the peer
+    static constexpr int v = 15360;          // [1 or 2 halves][16][128 B]
+    static constexpr int bytes = 19456;
+};
+
+template <Form kForm_, bool kBounded_, bool kGateFloat_>
+struct Config {
+    static constexpr Form kForm = kForm_;
+    static constexpr bool kBounded = kBounded_;      // bounded gate; else any log decay
+    static constexpr bool kGateFloat = kGateFloat_;  // g is fp32, else bf16
+    static constexpr bool kCluster = kForm != Form::kWhole;
+    static constexpr bool kOutputs = kForm != Form::kTransition;
+    static constexpr int kWarpgroups = kForm == Form::kPair ? 1 : 2;  // consumers, 64 state rows each
+    static constexpr int kGroups = 4;                                // producers, two warps each
+    static constexpr int kConsumers = kWarpgroups * 128;
+    static constexpr int kThreads = kConsumers + kGroups * 64;
+    // Registers of the SM, split between the roles; the sum must fit what the launch allocates (threads x entry count).
+    static constexpr int kConsumerRegisters = kForm == Form::kPair ? 192 : 160;
+    static constexpr int kProducerRegisters = kForm == Form::kPair ? 112 : 96;
+    // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups.
+    static constexpr int kStages = kCluster ? 8 : 4;
+    static constexpr int kSlots = kCluster ? 1 : 2;  // raw tiles in flight a group
+
+    static constexpr int kGateTile = kGateFloat ? 8192 : 4096;
+    static constexpr int kRaw = 8192 + kGateTile;  // q, k, g of one chunk
+    static constexpr int kScratch = 1344;          // of a producer group, see prepare.cuh
+    static constexpr int kStaging = 512;           // of a consumer warp: its 16x16 output tile
+
+    static constexpr int stages = 0;
+    static constexpr int raw = stages + kStages * Stage::bytes;
+    static constexpr int scratch = raw + kGroups * kSlots * kRaw;
+    static constexpr int staging = scratch + kGroups * kScratch;
+    static constexpr int full = staging + kWarpgroups * 4 * kStaging;  // barriers: stage ready
+    static constexpr int empty = full + 8 * kStages;                   // stage free
+    static constexpr int raw_full = empty + 8 * kStages;               // raw tiles landed
+    static constexpr int kBytes = raw_full + 8 * kGroups * kSlots + 1024;  // 1024: room to align the base
+};

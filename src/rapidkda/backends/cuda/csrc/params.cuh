@@ -1,0 +1,55 @@
+// The one argument of the prefill kernels. Its host twin is host/params.py, which packs the same fields in this order.
+#pragma once
+#include "copy.cuh"
+
+constexpr int kOrderEntries = 64;  // segments whose launch order the host can choose
+
+enum Flags : u32 {
+    kBetaFloat = 1u << 0,          // beta is fp32, else bf16
+    kBetaLogits = 1u << 1,         // beta passes a sigmoid
+    kL2Norm = 1u << 2,             // q and k are L2-normalised
+    kSoftplusGate = 1u << 3,       // unbounded kernels: softplus gate, else g is the log decay
+    kStateVFirst = 1u << 4,        // pools are [S, HV, V, K], else [S, HV, K, V]
+    kInitialFloat = 1u << 5,       // dtype of `initial`: fp32, else bf16
+    kFinalFloat = 1u << 6,         // dtype of `final`
+    kCheckpointFloat = 1u << 7,    // dtype of `checkpoint_pool`
+    kReadSlots64 = 1u << 8,        // int64 slots, else int32
+    kWriteSlots64 = 1u << 9,
+    kInitialFlag32 = 1u << 10,     // has_initial_state is int32, else one byte
+    kOrdered = 1u << 11,           // `order` holds the launch order of the segments
+    kVectorStates = 1u << 12,      // pools are V-first and aligned for two elements at a time
+};
+
+struct Params {
+    TensorMap q, k, v, g;          // tiles of 16 tokens of one head
+    const void* beta;              // [T, HV]
+    const float* A_log;            // [HV] or null: amplitude 1
+    const float* dt_bias;          // [HV, K] or null: 0
+    u16* out;                      // [T, HV, V] bf16
+    const void* initial;           // pool or null: every state starts at zero
+    void* final_;                  // pool or null: last states are not kept
+    void* checkpoint_pool;
+    const int* first_token;        // [N]
+    const int* length;             // [N]
+    const void* read_slots;        // [N] or null: row n
+    const void* write_slots;
+    const void* has_initial;       // [N] or null: true
+    const int* checkpoint_begin;   // [N+1] or null: none
+    const int* checkpoint_offset;
+    const int* checkpoint_slot;
+    float* transitions;            // [N, P, HV, 2, 128, 128] fp32: B then M of each part (context parallelism)
+    float* starts;                 // [N, P, HV, 128 V, 128 K] fp32, or null: read `initial`
+    i64 beta_token_stride, beta_head_stride;  // elements
+    i64 out_token_stride, out_head_stride;
+    i64 initial_stride, final_stride, checkpoint_stride;  // elements between slots
+    i64 read_stride, write_stride, has_initial_stride;    // elements
+    int tokens, segments, value_heads, group;  // group: value heads a query head
+    int initial_rows, final_rows, checkpoint_rows, pad_slot;
+    int parts;                     // P: parts of a segment, 1 without context parallelism
+    u32 flags;
+    float scale, beta_scale, lower_bound;
+    int reserved;
+    u16 order[kOrderEntries];
+};
+
+static_assert(sizeof(Params) == 960, "host/params.py packs this layout");

@@ -1,0 +1,78 @@
+// Chunked KDA prefill for compute capability 9.0, C = 16: one producer/consumer kernel, no workspace.
+//
+// One CTA (or a cluster of two, see Form) owns one value head of one segment, or a part of it. Consumer warpgroups run the
+// recurrence with the state in registers; producer warps turn raw q, k, v, g, beta of later chunks into its operands.
+// Inputs are read from global memory once and outputs written once.
+//
+// Compiled with KDA_FORM, KDA_BOUNDED and KDA_GATE_FLOAT defined; `launch_info` tells the host how to launch the result.
+#include "prepare.cuh"
+#include "recurrence.cuh"
+
+using Kernel = Config<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT>;
+
+struct LaunchInfo {
+    int threads, shared_bytes, cluster;
+};
+extern "C" __constant__ const LaunchInfo launch_info = {Kernel::kThreads, Kernel::kBytes, Kernel::kCluster ? 2 : 1};
+
+// Padding: output rows are zero, no state is touched.
+template <class C>
+DEVICE void write_zeros(const Params& p, const Work& w, u32 rank) {
+    if (rank != 0) return;
+    for (int x = threadIdx.x; x < w.rows * 16; x += C::kThreads) {
+        u16* to = p.out + (w.first_token + (x >> 4)) * p.out_token_stride + w.head * p.out_head_stride + (x & 15) * 8;
+        *reinterpret_cast<Words4*>(to) = Words4{0, 0, 0, 0};
+    }
+}
+
+template <class C>
+DEVICE void run(const Params& p) {
+    extern __shared__ u8 dynamic_shared[];
+    const u32 shared = (shared_address(dynamic_shared) + 1023) & ~1023u;
+    const int thread = threadIdx.x, lane = thread & 31, warp_index = thread >> 5;
+    const u32 rank = C::kCluster ? cluster_rank() : 0;
+    const int parts = C::kForm == Form::kTransition ? p.parts - 1 : p.parts;  // the last part's transition is not needed
+    __shared__ Work w;  // in shared memory: read where it is needed, it costs the main loops no registers
+    if (thread == 0) w = find_work(p, blockIdx.x / (C::kCluster ? 2 : 1), parts);
+    __syncthreads();
+
+    if (w.padding) {  // both CTAs of a cluster
+        if constexpr (C::kOutputs) write_zeros<C>(p, w, rank);
+        return;
+    }
+    if (thread == 0) {
+        for (int i = 0; i < C::kStages; i++) {
+            const bool from_peer = C::kCluster && (i & 1) != rank;
+            barrier_init(shared + C::full + 8 * i, from_peer ? 1 : 3);
+            barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * (C::kCluster ? 2 : 1));
+        }
+        for (int i = 0; i < C::kGroups * C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, 1);
+        barrier_init_fence();
+        fence_async_proxy();
+    }
+    if constexpr (!C::kBounded)  // the strict upper triangle of Aqk is never written
+        for (int x = thread; x < C::kStages * 128; x += C::kThreads)
+            store_shared(shared + C::stages + (x >> 7) * Stage::bytes + Stage::intra + (x & 127) * 4, 0u);
+    __syncthreads();
+    if constexpr (C::kCluster) cluster_barrier();
+
+    if (warp_index >= C::kWarpgroups * 4) {
+        release_registers<C::kProducerRegisters>();
+        prepare_chunks<C>(p, w, shared, warp_index - C::kWarpgroups * 4, lane, rank);
+    } else {
+        claim_registers<C::kConsumerRegisters>();
+        run_recurrence<C>(p, w, shared, warp_index, lane, rank);
+    }
+    if constexpr (C::kCluster) {  // neither CTA leaves while the other may still write to it
+        __syncwarp();
+        cluster_barrier();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
+#if KDA_CLUSTER
+    __cluster_dims__(2, 1, 1)
+#endif
+    prefill(const __grid_constant__ Params p) {
+    run<Kernel>(p);
+}

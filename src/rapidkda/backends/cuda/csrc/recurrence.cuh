@@ -1,0 +1,203 @@
+// The consumers: the recurrence of one head over the chunks that the producers prepare.
+//
+// A warpgroup keeps 64 rows (V) of the state in fp32 accumulators, V as the M dimension, so that the state is the A operand
+// of every product after a conversion in registers and never visits shared memory. Per chunk:
+//   [W | O'] = S [kd | qd]^T      one wgmma chain, n = 32: the delta rule's read and the inter-chunk output together
+//   R = V - W,  U = R Tinv^T      mma.sync; R and Tinv in high and low parts: for near-collinear keys the entries of Tinv
+//                                 are large and cancel, and one bf16 product loses what is left
+//   S = decay S + U kr            wgmma, n = 128
+//   O = O' + U Aqk^T
+// The loop is rotated: front(i) makes U of chunk i, the rest of chunk i follows with front(i + 1) behind it. Waiting for
+// all but the newest group right after W is committed tells the assembler that the state's own product is done, so the
+// decay runs beside W.
+#pragma once
+#include "mma.cuh"
+#include "shared.cuh"
+#include "barrier.cuh"
+#include "state.cuh"
+#include "work.cuh"
+
+// Keep the tokens below `rows` of a V fragment: words 0, 1 hold tokens 2q, 2q+1; words 2, 3 tokens 8+2q, 9+2q.
+DEVICE void mask_tokens(u32* v, int q, int rows) {
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const int token = 2 * q + (t >> 1) * 8;
+        v[t] = token >= rows ? 0u : token + 1 >= rows ? v[t] & 0xffffu : v[t];
+    }
+}
+
+DEVICE PoolLayout pool_layout(const Params& p, u32 is_float) {
+    return PoolLayout{(p.flags & is_float) != 0, (p.flags & kStateVFirst) != 0, (p.flags & kVectorStates) != 0};
+}
+
+template <class C>
+DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_index, int lane, u32 rank) {
+    const int warpgroup = warp_index >> 2, warp = warp_index & 3, g = lane >> 2, q = lane & 3;
+    const bool identity = C::kForm == Form::kTransition && rank == 1;  // the rows of M: S0 = I, v = 0
+    const int v_half = C::kForm == Form::kPair ? rank : warpgroup;      // which 64 of V
+    const int row = v_half * 64 + warp * 16 + g, column = 2 * q;
+    const int n = w.chunks;
+    const PoolLayout dense{true, true, true};
+    auto head_offset = [&]() { return static_cast<i64>(w.head) * (128 * 128); };
+    auto part_offset = [&]() {
+        return ((static_cast<i64>(w.segment) * p.parts + w.part) * p.value_heads + w.head) * (128 * 128);
+    };
+
+    float state[64];
+    if constexpr (C::kForm == Form::kTransition) {
+#pragma unroll
+        for (int j = 0; j < 16; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                state[4 * j + e] = identity && row + (e >> 1) * 8 == column + 8 * j + (e & 1) ? 1.f : 0.f;
+    } else if (p.starts) {
+        load_state(state, p.starts, part_offset(), row, column, dense);
+    } else if (w.has_initial) {
+        load_state(state, p.initial, w.read_slot * p.initial_stride + head_offset(), row, column,
+                   pool_layout(p, kInitialFloat));
+    } else {
+#pragma unroll
+        for (int t = 0; t < 64; t++) state[t] = 0.f;
+    }
+
+    // The next checkpoint, and the chunk of this run that it follows, or -1.
+    int checkpoint = 0, checkpoint_chunk = -1;
+    auto find_checkpoint = [&]() {
+        const int end = p.checkpoint_begin[w.segment + 1];
+        checkpoint_chunk = -1;
+        for (; checkpoint < end && checkpoint_chunk < 0; checkpoint += checkpoint_chunk < 0)
+            checkpoint_chunk = p.checkpoint_offset[checkpoint] / kChunk - 1 - w.first_chunk;
+    };
+    if (C::kOutputs && p.checkpoint_begin) {
+        checkpoint = p.checkpoint_begin[w.segment];
+        find_checkpoint();
+    }
+
+    // Lane addresses: V fragment (transposed), the small matrices, this warp's output staging, its place in `out`.
+    const u32 v_row = (lane >> 4) * 8 + (lane & 7), v_piece = 2 * warp + ((lane >> 3) & 1);
+    const u32 v_lane = Stage::v + (C::kForm == Form::kPair ? 0 : warpgroup) * 2048 + v_row * 128 +
+                       ((v_piece ^ (v_row & 7)) << 4);
+    const u32 small_lane = ((lane >> 3) & 1) * 256 + ((lane >> 4) * 8 + (lane & 7)) * 16;
+    const u32 staging = shared + C::staging + warp_index * C::kStaging;
+    const u32 staging_read = staging + (lane >> 4) * 256 + (lane & 15) * 16;
+    u16* out = p.out + (w.first_token + (lane & 15)) * p.out_token_stride + w.head * p.out_head_stride + v_half * 64 +
+               warp * 16 + (lane >> 4) * 8;
+
+    float products[16];  // [W 8 | O 8]
+    u32 u[4], intra[4], output[4];
+    Pair query_scale, query_scale8;
+
+    // The next 16 rows of the output, transposed through this warp's staging, 16 bytes a lane; `rows` of them exist.
+    auto store_output = [&](int rows) {
+        store_matrix_transposed(staging + small_lane, output);
+        __syncwarp();
+        const Words4 x = load_shared_words4(staging_read);
+        if ((lane & 15) < rows)
+            asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(out), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+        out += kChunk * p.out_token_stride;
+        __syncwarp();
+    };
+    auto front = [&](int i) {
+        const int stage_index = i % C::kStages;
+        const u32 stage = shared + C::stages + stage_index * Stage::bytes;
+        u32 state_bf16[32];
+#pragma unroll
+        for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
+        barrier_wait(shared + C::full + 8 * stage_index, (i / C::kStages) & 1);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            const u64 tile = swizzled_tile(stage + Stage::kd_qd + (s >> 2) * 4096 + (s & 3) * 32, 16, 1024);
+            if constexpr (C::kOutputs)
+                wgmma_n32(products, state_bf16 + 4 * s, tile, s > 0);
+            else
+                wgmma_n16(products, state_bf16 + 4 * s, tile, s > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        // Beside W: the decay, operands of the rest, the output of the chunk before.
+#pragma unroll
+        for (int j = 0; j < 16; j++) {  // pairs: with fewer, wider loads the assembler keeps them all in flight and spills
+            const Pair e = load_shared_pair(stage + Stage::decay + q * Stage::decay_row + j * 8);
+            float* s = state + 4 * j;
+            s[0] *= e.x;
+            s[1] *= e.y;
+            s[2] *= e.x;
+            s[3] *= e.y;
+        }
+        u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4];
+        if (!identity) load_matrix_transposed(v, stage + v_lane);
+        load_matrix(inverse, stage + Stage::inverse + small_lane);
+        load_matrix(inverse_low, stage + Stage::inverse_low + small_lane);
+        const Pair scale = load_shared_pair(stage + Stage::row_scale + q * 8);
+        const Pair scale8 = load_shared_pair(stage + Stage::row_scale + 32 + q * 8);
+        if constexpr (C::kOutputs) {
+            load_matrix(intra, stage + Stage::intra + small_lane);
+            query_scale = load_shared_pair(stage + Stage::row_scale + 64 + q * 8);
+            query_scale8 = load_shared_pair(stage + Stage::row_scale + 96 + q * 8);
+            if (i > 0) store_output(kChunk);
+        }
+        if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
+        wgmma_wait<0>();
+        float r[8], exact[8] = {0, 0, 0, 0, 0, 0, 0, 0}, rest[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        u32 high[4], low[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            const Pair x = t < 2 ? scale : scale8;
+            r[2 * t] = fmaf(-x.x, products[2 * t], low_bf16(v[t]));
+            r[2 * t + 1] = fmaf(-x.y, products[2 * t + 1], high_bf16(v[t]));
+        }
+#pragma unroll
+        for (int t = 0; t < 4; t++) high[t] = pack_bf16(r[2 * t], r[2 * t + 1]);
+        mma(exact, high, inverse[0], inverse[1]);
+        mma(exact + 4, high, inverse[2], inverse[3]);
+        mma(rest, high, inverse_low[0], inverse_low[1]);
+        mma(rest + 4, high, inverse_low[2], inverse_low[3]);
+#pragma unroll
+        for (int t = 0; t < 4; t++) low[t] = pack_bf16(r[2 * t] - low_bf16(high[t]), r[2 * t + 1] - high_bf16(high[t]));
+        mma(rest, low, inverse[0], inverse[1]);
+        mma(rest + 4, low, inverse[2], inverse[3]);
+#pragma unroll
+        for (int t = 0; t < 4; t++) u[t] = pack_bf16(exact[2 * t] + rest[2 * t], exact[2 * t + 1] + rest[2 * t + 1]);
+    };
+
+    if (n > 0) front(0);
+    for (int i = 0; i < n; i++) {
+        const int stage_index = i % C::kStages;
+        const u32 stage = shared + C::stages + stage_index * Stage::bytes;
+        wgmma_fence();
+        wgmma_n128(state, u, swizzled_tile(stage + Stage::kr, 2048, 1024));
+        wgmma_commit();
+        if constexpr (C::kOutputs) {
+            float* o = products + 8;
+            mma(o, u, intra[0], intra[1]);
+            mma(o + 4, u, intra[2], intra[3]);
+            output[0] = pack_bf16(o[0] * query_scale.x, o[1] * query_scale.y);
+            output[1] = pack_bf16(o[2] * query_scale.x, o[3] * query_scale.y);
+            output[2] = pack_bf16(o[4] * query_scale8.x, o[5] * query_scale8.y);
+            output[3] = pack_bf16(o[6] * query_scale8.x, o[7] * query_scale8.y);
+        }
+        wgmma_wait<0>();
+        if (lane == 0) {
+            barrier_arrive(shared + C::empty + 8 * stage_index);
+            if constexpr (C::kCluster) barrier_arrive_remote(shared + C::empty + 8 * stage_index, rank ^ 1);
+        }
+        if (C::kOutputs && i == checkpoint_chunk) {  // rare: the branch keeps the state in its registers
+            const int slot = p.checkpoint_slot[checkpoint];
+            if (slot >= 0 && slot < p.checkpoint_rows)
+                store_state(state, p.checkpoint_pool, slot * p.checkpoint_stride + head_offset(), row, column,
+                            pool_layout(p, kCheckpointFloat));
+            checkpoint++;
+            find_checkpoint();
+        }
+        if (i + 1 < n) front(i + 1);
+    }
+    if constexpr (C::kOutputs)
+        if (n > 0) store_output(w.rows - (n - 1) * kChunk);
+
+    if constexpr (C::kForm == Form::kTransition)
+        store_state(state, p.transitions, 2 * part_offset() + (identity ? 128 * 128 : 0), row, column, dense);
+    else if (p.final_ && w.last_part)
+        store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
+                    pool_layout(p, kFinalFloat));
+}

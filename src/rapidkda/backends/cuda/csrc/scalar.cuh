@@ -1,0 +1,67 @@
+// Types and scalar arithmetic. Kernels are compiled by NVRTC without any header of the toolkit, so these are ours.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr u32 kAllLanes = 0xffffffffu;
+
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float inverse_sqrt(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float sigmoid(float x) { return reciprocal(1.f + exp2_approx(-kLog2E * x)); }
+
+// Two bf16 in a word, the first in the low half.
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE float low_bf16(u32 word) { return __uint_as_float(word << 16); }
+DEVICE float high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+DEVICE float load_bf16(const void* p) { return __uint_as_float(static_cast<u32>(*static_cast<const u16*>(p)) << 16); }
+
+struct alignas(8) Pair {
+    float x, y;
+};
+struct alignas(16) Quad {
+    float x, y, z, w;
+};
+struct Words4 {
+    u32 x, y, z, w;
+};
+
+// An fp32 or bf16 element.
+DEVICE float load_element(const void* base, i64 index, bool is_float) {
+    return is_float ? static_cast<const float*>(base)[index] : load_bf16(static_cast<const u16*>(base) + index);
+}
+DEVICE void store_element(void* base, i64 index, bool is_float, float x) {
+    if (is_float)
+        static_cast<float*>(base)[index] = x;
+    else
+        static_cast<u16*>(base)[index] = static_cast<u16>(pack_bf16(x, 0.f));
+}

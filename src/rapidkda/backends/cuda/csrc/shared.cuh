@@ -1,0 +1,61 @@
+// Shared memory by 32-bit address: plain loads and stores, ldmatrix, stmatrix, and the fence that makes ordinary stores
+// visible to the tensor cores and the copy engine.
+#pragma once
+#include "scalar.cuh"
+
+DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+DEVICE u32 load_shared(u32 a) {
+    u32 r;
+    asm volatile("ld.shared.b32 %0,[%1];" : "=r"(r) : "r"(a));
+    return r;
+}
+DEVICE float load_shared_float(u32 a) { return __uint_as_float(load_shared(a)); }
+DEVICE Pair load_shared_pair(u32 a) {
+    Pair r;
+    asm volatile("ld.shared.v2.f32 {%0,%1},[%2];" : "=f"(r.x), "=f"(r.y) : "r"(a));
+    return r;
+}
+DEVICE Quad load_shared_quad(u32 a) {
+    Quad r;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(a));
+    return r;
+}
+DEVICE Words4 load_shared_words4(u32 a) {
+    Words4 r;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a));
+    return r;
+}
+DEVICE void store_shared(u32 a, u32 v) { asm volatile("st.shared.b32 [%0],%1;" ::"r"(a), "r"(v)); }
+DEVICE void store_shared_float(u32 a, float v) { store_shared(a, __float_as_uint(v)); }
+DEVICE void store_shared_pair(u32 a, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y));
+}
+// The two halves of a word, to two places.
+DEVICE void store_shared_halves(u32 low, u32 high, u32 v) {
+    asm volatile("{.reg .b16 a,b; mov.b32 {a,b},%2; st.shared.b16 [%0],a; st.shared.b16 [%1],b;}" ::"r"(low), "r"(high),
+                 "r"(v));
+}
+DEVICE void store_shared_low(u32 a, u32 v) {
+    asm volatile("{.reg .b16 a,b; mov.b32 {a,b},%1; st.shared.b16 [%0],a;}" ::"r"(a), "r"(v));
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void load_matrix(u32* r, u32 a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(a));
+}
+DEVICE void load_matrix_transposed(u32* r, u32 a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(a));
+}
+DEVICE void store_matrix_transposed(u32 a, const u32* r) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3]));
+}
+
+// Every thread that wrote shared memory by ordinary stores runs this before the barrier that hands it to wgmma or to a
+// bulk copy.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

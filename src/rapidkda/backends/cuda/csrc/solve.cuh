@@ -1,0 +1,43 @@
+// (I + L)^-1 of a 16 x 16 unit lower triangular matrix by forward substitution in fp32, one column a lane. Products of
+// powers of L in half precision lose everything for near-collinear keys; substitution does not.
+#pragma once
+#include "layout.cuh"
+#include "tiles.cuh"
+
+// Scratch of a producer group.
+struct Scratch {
+    static constexpr int lower = 0;  // L^T fp32, [j][i], rows padded to 20 floats; only i > j is read
+    static constexpr int lower_row = 80;
+    static constexpr int key_scale = 1280;       // 1 / |k_i| fp32 [16]; 0 past the segment's end
+};
+
+DEVICE u32 lower_entry(u32 scratch, int i, int j) { return scratch + Scratch::lower + j * Scratch::lower_row + i * 4; }
+
+// Lane j < 16 computes column j and writes Diag(key scale) (I + L)^-1 Diag(beta), as a high and a low bf16 part: the
+// consumers multiply raw keys, so the rows carry their scale.
+DEVICE void solve_and_store(u32 stage, u32 scratch, int lane, float beta) {
+    if (lane >= 16) return;
+    float x[16];
+#pragma unroll
+    for (int m = 0; m < 16; m++) x[m] = m == lane ? 1.f : 0.f;
+#pragma unroll
+    for (int m = 0; m < 15; m++) {
+#pragma unroll
+        for (int c = (m + 1) / 4; c < 4; c++) {
+            const Quad l = load_shared_quad(scratch + Scratch::lower + m * Scratch::lower_row + c * 16);
+            if (4 * c > m) x[4 * c] = fmaf(-l.x, x[m], x[4 * c]);
+            if (4 * c + 1 > m) x[4 * c + 1] = fmaf(-l.y, x[m], x[4 * c + 1]);
+            if (4 * c + 2 > m) x[4 * c + 2] = fmaf(-l.z, x[m], x[4 * c + 2]);
+            if (4 * c + 3 > m) x[4 * c + 3] = fmaf(-l.w, x[m], x[4 * c + 3]);
+        }
+    }
+    const u32 to = stage + Stage::inverse + small_matrix(0, lane), low = to + Stage::inverse_low - Stage::inverse;
+#pragma unroll
+    for (int m = 0; m < 16; m += 2) {
+        const Pair scale = load_shared_pair(scratch + Scratch::key_scale + m * 4);
+        const float y0 = x[m] * beta * scale.x, y1 = x[m + 1] * beta * scale.y;
+        const u32 high = pack_bf16(y0, y1);
+        store_shared_halves(to + m * 16, to + m * 16 + 16, high);
+        store_shared_halves(low + m * 16, low + m * 16 + 16, pack_bf16(y0 - low_bf16(high), y1 - high_bf16(high)));
+    }
+}
