@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...problem import CHECKPOINT_ALIGNMENT
+from .scratch import Scratch
 
 CHUNK = CHECKPOINT_ALIGNMENT  # so that every checkpoint lies between two chunks
 
@@ -46,49 +47,60 @@ class Prepared:
         )
 
 
-def prepare(kq: Tensor, v: Tensor, g: Tensor, b: Tensor, in_place: bool) -> Prepared:
+def prepare(kq: Tensor, v: Tensor, g: Tensor, b: Tensor, scratch: Scratch) -> Prepared:
     """Token-parallel part. kq [M, C, 2, K] (k, scaled q), v as in `Prepared`, log decay g [M, C, K], b [M, C].
 
-    With `in_place`, g is overwritten and autograd must be off.
+    With a scratch that is on, kq and g are overwritten and the result lives in the scratch.
     """
     count, size, _, key_dim = kq.shape
     k = kq[:, :, 0]
-    products, from_start, to_end = _products(kq, g, in_place)
-    decayed = kq * _exp(from_start, in_place).unsqueeze(2)
-    decay = from_start if in_place else from_start.exp()
+    products, from_start, to_end = _products(kq, g, scratch)
     lower = products[:, :, 0] * b.unsqueeze(-1)
     inverse = torch.linalg.solve_triangular(lower, torch.diag_embed(b), upper=False, unitriangular=True)
+    solve = torch.stack([inverse, torch.bmm(products[:, :, 1], inverse)], dim=2)
+    if scratch.reuse:
+        k_end, decay = to_end.exp_().mul_(k), from_start.exp_()
+        kq.mul_(decay.unsqueeze(2))
+    else:
+        k_end, decay = k * to_end.exp(), from_start.exp()
+        kq = kq * decay.unsqueeze(2)
     return Prepared(
-        kq=decayed.view(count, size * 2, key_dim),
-        solve=torch.stack([inverse, torch.bmm(products[:, :, 1], inverse)], dim=2).view(count, size * 2, size),
+        kq=kq.view(count, size * 2, key_dim),
+        solve=solve.view(count, size * 2, size),
         v=v,
-        k_end=k * _exp(to_end, in_place),
+        k_end=k_end,
         decay=decay[:, -1].unsqueeze(-1),
     )
 
 
-def _products(kq: Tensor, g: Tensor, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _products(kq: Tensor, g: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """Decayed products of every later row with every earlier key, [M, i, (k, q), j], zero above the diagonal (and on
     it for k), and the sums of log decays over the chunk, up to each token and after it, both [M, C, K]."""
     count, chunk, _, key_dim = kq.shape
     k = kq[:, :, 0]
-    products = torch.zeros(count, chunk, 2, chunk, dtype=kq.dtype, device=kq.device)
-    products[:, :, 1].diagonal(dim1=1, dim2=2).copy_((kq[:, :, 1] * k).sum(-1))
-    from_start, to_end = g, torch.zeros_like(g)  # sums over a token's block: up to it, and after it
+    products = scratch.buffer("products", count, chunk, 2, chunk).zero_()
+    same = torch.mul(kq[:, :, 1], k, out=scratch.out("columns", count, chunk, key_dim))
+    products[:, :, 1].diagonal(dim1=1, dim2=2).copy_(same.sum(-1))
+    from_start, to_end = g, scratch.buffer("to_end", *g.shape).zero_()  # sums over a token's block: up to it, after it
     size = 1
     while size < chunk:
         pairs = chunk // (2 * size)
+        half = (count, pairs, size, key_dim)
         start_pairs = from_start.view(count, pairs, 2, size, key_dim)
         end_pairs = to_end.view(count, pairs, 2, size, key_dim)
-        rows = kq.view(count, pairs, 2, size, 2, key_dim)[:, :, 1] * start_pairs[:, :, 1].exp().unsqueeze(3)
+        fading = torch.exp(start_pairs[:, :, 1], out=scratch.out("fading", *half))
+        rows = kq.view(count, pairs, 2, size, 2, key_dim)[:, :, 1]
+        rows = torch.mul(rows, fading.unsqueeze(3), out=scratch.out("rows", count, pairs, size, 2, key_dim))
         columns = k.unflatten(1, (pairs, 2, size))[:, :, 0]
-        columns = columns * end_pairs[:, :, 0].exp() if size > 1 else columns
+        if size > 1:
+            fading = torch.exp(end_pairs[:, :, 0], out=scratch.out("fading", *half))
+            columns = torch.mul(columns, fading, out=scratch.out("columns", *half))
         block = torch.bmm(
             rows.view(count * pairs, size * 2, key_dim), columns.reshape(count * pairs, size, key_dim).transpose(1, 2)
         )
         target = products.view(count, pairs, 2, size, 2, pairs, 2, size)[:, :, 1, :, :, :, 0]
         target.diagonal(dim1=1, dim2=4).copy_(block.view(count, pairs, size, 2, size).permute(0, 2, 3, 4, 1))
-        from_start, to_end = _merge(start_pairs, end_pairs, in_place)
+        from_start, to_end = _merge(start_pairs, end_pairs, scratch.reuse)
         size *= 2
     return products, from_start, to_end
 
@@ -107,22 +119,20 @@ def _merge(from_start: Tensor, to_end: Tensor, in_place: bool) -> tuple[Tensor, 
     return from_start.view(shape), to_end.view(shape)
 
 
-def _exp(x: Tensor, in_place: bool) -> Tensor:
-    return x.exp_() if in_place else x.exp()
-
-
-def advance(chunk: Prepared, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def advance(chunk: Prepared, state: Tensor, out: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """One sequential step from `state` [M, K, V]: outputs [R, HV, C, V] and the state after the chunk.
 
-    With `out` the outputs go there and the state is updated in place; autograd must be off.
+    With a scratch that is on, the outputs go to `out` and the state is updated in place.
     """
     rows, heads, tokens, value_dim = chunk.v.shape
-    read = torch.bmm(chunk.kq, state).view(rows, heads, tokens, 2, value_dim)
-    target = None if out is None else read.new_empty(rows, heads, tokens, value_dim)
-    missing = torch.sub(chunk.v, read[:, :, :, 0], out=target).flatten(0, 1)  # v is strided, the product needs it dense
-    solved = torch.bmm(chunk.solve, missing).view(rows, heads, tokens, 2, value_dim)
+    double = (rows * heads, tokens * 2, value_dim)
+    read = torch.bmm(chunk.kq, state, out=scratch.out("read", *double)).view(rows, heads, tokens, 2, value_dim)
+    missing = scratch.out("missing", rows, heads, tokens, value_dim)
+    missing = torch.sub(chunk.v, read[:, :, :, 0], out=missing).flatten(0, 1)  # v is strided, the product needs it dense
+    solved = torch.bmm(chunk.solve, missing, out=scratch.out("solved", *double))
+    solved = solved.view(rows, heads, tokens, 2, value_dim)
+    out = torch.add(read[:, :, :, 1], solved[:, :, :, 1], out=out)
     correction, k_end = solved[:, :, :, 0].flatten(0, 1), chunk.k_end.transpose(1, 2)
-    if out is not None:
-        torch.add(read[:, :, :, 1], solved[:, :, :, 1], out=out)
+    if scratch.reuse:
         return out, state.mul_(chunk.decay).baddbmm_(k_end, correction)
-    return read[:, :, :, 1] + solved[:, :, :, 1], torch.baddbmm(state * chunk.decay, k_end, correction)
+    return out, torch.baddbmm(state * chunk.decay, k_end, correction)

@@ -38,22 +38,27 @@ def silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
 
-def log_decay(gate: Gate, g: Tensor) -> Tensor:
-    """Log decay (<= 0) of gate inputs `g` [..., HV, K], in the dtype of `g`."""
+def log_decay(gate: Gate, g: Tensor, in_place: bool = False) -> Tensor:
+    """Log decay (<= 0) of gate inputs `g` [..., HV, C, K], in the dtype of `g`; may overwrite it if in_place."""
     if gate.kind == "log_decay":
         return g
-    heads, key_dim = g.shape[-2:]
-    x = g if gate.dt_bias is None else g + gate.dt_bias.to(g.dtype).reshape(heads, key_dim)
+    heads, key_dim = g.shape[-3], g.shape[-1]
+    if gate.dt_bias is not None:
+        bias = gate.dt_bias.to(g.dtype).reshape(heads, 1, key_dim)
+        g = g.add_(bias) if in_place else g + bias
     amplitude = None
     if gate.A_log is not None:
         # exp(A_log) may overflow; an infinite amplitude would turn a zero logit into NaN.
-        amplitude = gate.A_log.to(g.dtype).reshape(heads, 1).exp().clamp(max=torch.finfo(g.dtype).max)
-    if gate.kind == "bounded":
-        if gate.lower_bound is None:
-            raise ValueError("gate.lower_bound must be given for a bounded gate, got None")
-        return sigmoid(x if amplitude is None else x * amplitude) * gate.lower_bound
-    decay = softplus(x)
-    return -(decay if amplitude is None else decay * amplitude)
+        amplitude = gate.A_log.to(g.dtype).reshape(heads, 1, 1).exp().clamp(max=torch.finfo(g.dtype).max)
+    if gate.kind == "softplus":
+        decay = softplus(g)
+        return decay.neg_() if amplitude is None else decay * -amplitude
+    if gate.lower_bound is None:
+        raise ValueError("gate.lower_bound must be given for a bounded gate, got None")
+    if not in_place:
+        return sigmoid(g if amplitude is None else g * amplitude) * gate.lower_bound
+    g = g.neg_() if amplitude is None else g.mul_(-amplitude)
+    return g.exp_().add_(1.0).reciprocal_().mul_(gate.lower_bound)
 
 
 def write_strength(beta: Tensor, logits: bool, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...problem import PrefillCall, Tokens
 from ...segments import Checkpoints, Segments
 from . import chunk, gates, pools
+from .scratch import Scratch
 
 CPU_STATES = 64  # states [K, V] of a group: few enough to stay in a CPU's second-level cache
 DEVICE_STATES = 4096
@@ -83,50 +84,48 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def load(tokens: Tokens, block: Block, in_place: bool) -> chunk.Prepared:
-    """Gather, activate and prepare the chunks of a block; with `in_place` autograd must be off."""
+def load(tokens: Tokens, block: Block, scratch: Scratch) -> chunk.Prepared:
+    """Gather, activate and prepare the chunks of a block."""
     rows, size = block.token.shape
-    heads, group = tokens.heads, tokens.value_heads // tokens.heads
-    device, dtype = tokens.q.device, gates.accumulate_dtype(tokens.q.dtype)
+    heads, key_dim, group = tokens.heads, tokens.key_dim, tokens.value_heads // tokens.heads
+    device = tokens.q.device
     span = block.span()
     index = None if span is not None else to_device(block.token.reshape(-1), device)
 
     def take(x: Tensor) -> Tensor:
-        """x [T, h, ...] to a view or copy [R, C, h, ...]."""
+        """x [T, h, ...] to a view or copy [R, h, C, ...]."""
         taken = x[span] if index is None else x.index_select(0, index)
-        return taken.view(rows, size, *taken.shape[1:])
+        return taken.view(rows, size, *taken.shape[1:]).transpose(1, 2)
 
-    def by_head(x: Tensor) -> Tensor:
-        """[R, C, h, ...] to a dense copy [R * h, C, ...]."""
-        return torch.clone(x.transpose(1, 2), memory_format=torch.contiguous_format).flatten(0, 1)
-
-    k, q = take(tokens.k).to(dtype).transpose(1, 2), take(tokens.q).to(dtype).transpose(1, 2)
+    k, q = take(tokens.k).to(scratch.dtype), take(tokens.q).to(scratch.dtype)
     k_scale = gates.inverse_norm(k) if tokens.l2norm else 1.0
     q_scale = gates.inverse_norm(q, tokens.scale) if tokens.l2norm else tokens.scale
-    if in_place:
-        kq = torch.empty(rows, heads, size, 2, tokens.key_dim, dtype=dtype, device=device)
+    if scratch.reuse:
+        kq = scratch.buffer("kq", rows, heads, size, 2, key_dim)
         torch.mul(k, k_scale, out=kq[:, :, :, 0])
         torch.mul(q, q_scale, out=kq[:, :, :, 1])
     else:
         kq = torch.stack([k * k_scale, q * q_scale], dim=3)
     if group > 1:
         kq = kq.repeat_interleave(group, dim=1)
-    g = gates.log_decay(tokens.gate, take(tokens.g).to(dtype))
-    b = gates.write_strength(take(tokens.beta).to(dtype), tokens.beta_logits, tokens.beta_scale)
+    g = gates.log_decay(tokens.gate, scratch.convert("g", take(tokens.g)), in_place=scratch.reuse)
+    b = gates.write_strength(take(tokens.beta).to(scratch.dtype), tokens.beta_logits, tokens.beta_scale)
     if not block.valid.all():
         valid = to_device(block.valid, device)
-        g = torch.where(valid[:, :, None, None], g, 0.0)
-        b = torch.where(valid[:, :, None], b, 0.0)
-    v = take(tokens.v).transpose(1, 2)
-    return chunk.prepare(kq.flatten(0, 1), v, by_head(g), by_head(b), in_place)
+        g = torch.where(valid[:, None, :, None], g, 0.0)
+        b = torch.where(valid[:, None], b, 0.0)
+    g, b = g.contiguous().flatten(0, 1), b.contiguous().flatten(0, 1)
+    return chunk.prepare(kq.flatten(0, 1), take(tokens.v), g, b, scratch)
 
 
 Emit = Callable[[Block, Tensor], None]  # block, outputs [R, HV, C, V]
 Boundary = Callable[[int, Tensor], None]  # chunks done, states [alive, HV, K, V]
 
 
-def run(tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, in_place: bool) -> Tensor:
-    """Run a group from `state` [n, HV, K, V] (overwritten if in_place); returns its last states."""
+def run(
+    tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, scratch: Scratch
+) -> Tensor:
+    """Run a group from `state` [n, HV, K, V], overwritten if the scratch is on; returns its last states."""
     n, value_heads, key_dim, value_dim = state.shape
     elements = CPU_BLOCK if state.device.type == "cpu" else DEVICE_BLOCK
     rows = max(1, elements // (value_heads * chunk.CHUNK * max(key_dim, value_dim)))
@@ -134,9 +133,8 @@ def run(tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Bound
     current = state.flatten(0, 1)
     done = 0
     for block in group.blocks(rows):
-        prepared = load(tokens, block, in_place)
-        shape = (len(block.member), value_heads, chunk.CHUNK, value_dim)
-        buffer = torch.empty(shape, dtype=state.dtype, device=state.device) if in_place else None
+        prepared = load(tokens, block, scratch)
+        buffer = scratch.out("out", len(block.member), value_heads, chunk.CHUNK, value_dim)
         outputs: list[Tensor] = []
         begin = 0
         for alive in block.alive:
@@ -145,14 +143,14 @@ def run(tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Bound
                 finished.append(current[count:])
                 current = current[:count]
             target = None if buffer is None else buffer[begin : begin + alive]
-            out, current = chunk.advance(prepared.rows(begin, alive), current, target)
+            out, current = chunk.advance(prepared.rows(begin, alive), current, target, scratch)
             outputs.append(out)
             begin += alive
             done += 1
             if boundary is not None:
                 boundary(done, current.unflatten(0, (alive, value_heads)))
         emit(block, torch.cat(outputs) if buffer is None else buffer)
-    if in_place:
+    if scratch.reuse:
         return state
     return torch.cat([current, *reversed(finished)]).view(n, value_heads, key_dim, value_dim)
 
@@ -179,9 +177,10 @@ def forward(tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, to_device(keep, device)).to(tokens.v.dtype))
 
     final = state
+    scratch = Scratch(dtype, device, reuse=False)
     for group in groups(segments, value_heads, device):
         members = to_device(group.segments, device)
-        last = run(tokens, group, state.index_select(0, members), emit, None, in_place=False)
+        last = run(tokens, group, state.index_select(0, members), emit, None, scratch)
         final = final.index_copy(0, members, last)
     out = torch.zeros(tokens.count, value_heads, value_dim, dtype=tokens.v.dtype, device=device)
     if rows:
@@ -230,12 +229,13 @@ def prefill(call: PrefillCall) -> None:
         state = pools.read_rows(call.initial, where.read_slots, mask)
         state = (state.transpose(-1, -2) if call.state_v_first else state).to(dtype).contiguous()
         state.masked_fill_(~mask[:, None, None, None], 0.0)
+    scratch = Scratch(dtype, device, reuse=True)
     exports = _exports(call.checkpoints) if call.checkpoint_pool is not None else {}
     for group in groups(segments, tokens.value_heads, device):
         members = to_device(group.segments, device)
         real = where.real.index_select(0, members)
         boundary = _exporter(call, group, real, exports) if exports else None
-        last = run(tokens, group, state.index_select(0, members), _writer(call.out, real), boundary, in_place=True)
+        last = run(tokens, group, state.index_select(0, members), _writer(call.out, real), boundary, scratch)
         state.index_copy_(0, members, last)
     if call.final is not None and where.write_slots is not None:
         values = state.transpose(-1, -2) if call.state_v_first else state

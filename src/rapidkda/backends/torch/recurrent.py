@@ -56,7 +56,7 @@ def load(tokens: Tokens, index: Tensor) -> Rows:
         q=q,
         k=k,
         v=take(tokens.v),
-        g=gates.log_decay(tokens.gate, take(tokens.g)),
+        g=gates.log_decay(tokens.gate, take(tokens.g).unsqueeze(2)).squeeze(2),
         b=gates.write_strength(take(tokens.beta), tokens.beta_logits, tokens.beta_scale),
     )
 
