@@ -8,7 +8,7 @@ from rapidkda import ops, reference
 from rapidkda.testing import Shape, make_inputs, relative_error
 
 from .cases import case
-from .guards import within
+from .guards import fail, within
 from .target import Target
 
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -47,4 +47,6 @@ def every_input_has_the_right_gradient(target: Target, regime: str, function: st
 
     want, got = gradients(True), gradients(False)
     for name in LEAVES:
+        if got[name] is None:
+            fail(f"{name} has no gradient")
         within(f"gradient of {name}", relative_error(got[name], want[name]), 5e-5)

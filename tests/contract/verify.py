@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rapidkda import Segments
-from rapidkda.testing import Inputs, activated, make_inputs, Shape, worst_output_error, worst_state_error
+from rapidkda.testing import Inputs, Shape, activated, make_inputs, worst_output_error, worst_state_error
 
 from .cases import case
 from .guards import GuardedPool, StatePool, all_zero, same_bits, within
