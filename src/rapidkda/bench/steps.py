@@ -1,0 +1,324 @@
+"""Rows of the serving operators on a device: every backend of ours that can run, and every peer that is present.
+
+Each implementation of a workload reads the same inputs, strided as an engine passes them. What is timed is checked in
+the same run: outputs and states are poisoned, the last replay's results are compared with float64 on a sample of
+sequences and heads, and a miss is reported as such and makes the run fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..backends.base import Request
+from ..device import Device
+from ..dispatch import REGISTRY, Choice, load, resolve
+from ..problem import GateKind, Op, Sizes
+from ..segments import Segments
+from ..testing.inputs import Inputs, make_inputs
+from ..testing.shapes import Shape
+from ..testing.tolerances import bar, worst_output_error, worst_state_error
+from .peers import Bound, Peer, poison
+from .result import Row
+from .timing import Settings, copy_bandwidth, device_times, host_time, launches
+
+CACHE_BYTES = 2 * 60 * 2**20  # inputs are rotated until they are twice the L2 cache of a Hopper GPU
+MOST_SETS = 8
+
+Log = Callable[[str], None]
+Expected = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    op: Op
+    shapes: tuple[Shape, ...]
+    regimes: tuple[str, ...]
+    backends: tuple[str, ...]  # of ours, by name
+    peers: tuple[Peer, ...]
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    settings: Settings = field(default_factory=Settings)
+    seed: int = 0
+    replay: bool = True  # verification: replay of records, or one slot a position
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rows, and a line for each error above its bar."""
+
+    rows: list[Row]
+    copy_tb_s: float | None
+    missed: list[str]
+
+
+def measure(plan: Plan, log: Log) -> Measured:
+    """Time everything, then collect the float64 answers that worker processes computed meanwhile."""
+    bandwidth = copy_bandwidth(plan.device)
+    rows: list[Row] = []
+    missed: list[str] = []
+    workers = max(1, min(8, (torch.get_num_threads() or 1) - 1))
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        pending: list[tuple[Row, Sample, Expected, Future[Expected]]] = []
+        for shape in plan.shapes:
+            for regime in plan.regimes:
+                pending += _workload(plan, shape, regime, bandwidth, pool, log)
+        for row, sample, (out, states), future in pending:
+            want, final = future.result()
+            errors = worst_output_error(out, want, sample.inputs.spans), worst_state_error(states, final)
+            rows.append(replace(row, err_out=errors[0], err_state=errors[1]))
+            limit = bar(row.regime, plan.dtype)
+            if not (errors[0] <= limit.out and errors[1] <= limit.state):
+                name = f"{row.impl} {row.shape} {row.regime}"
+                missed.append(f"{name}: errors {errors[0]:.1e}, {errors[1]:.1e} above {limit.out}, {limit.state}")
+    return Measured(rows, bandwidth, missed)
+
+
+def _workload(
+    plan: Plan, shape: Shape, regime: str, bandwidth: float | None, pool: ProcessPoolExecutor, log: Log
+) -> Iterator[tuple[Row, Sample, Expected, Future[Expected]]]:
+    """Every implementation on one workload."""
+    moved = io_bytes(shape, plan.dtype)
+    sets = 1 if plan.device.type == "cpu" else min(MOST_SETS, max(1, math.ceil(CACHE_BYTES / moved)))
+    inputs = [
+        make_inputs(shape, regime, dtype=plan.dtype, device=plan.device, seed=plan.seed + i, layout="fused")
+        for i in range(sets)
+    ]
+    sample = Sample.of(inputs[0])
+    future = pool.submit(expected, sample.inputs, 2 if plan.op == "verify" else 1)
+    floor = None if bandwidth is None else moved / bandwidth / 1e6
+    binders: dict[str, Callable[[Inputs], Bound]] = {}
+    for name in plan.backends:
+        unmet = load(name).unmet(_request(plan, inputs[0]))
+        if unmet:
+            log(f"{shape.name} {regime}: {name} left out: {'; '.join(unmet)}")
+        else:
+            binders[name] = _binder(plan, name)
+    for peer in plan.peers:
+        reason = peer.unmet(plan.op, inputs[0])
+        if reason:
+            log(f"{shape.name} {regime}: {peer.name} left out: {reason}")
+        else:
+            binders[peer.name] = peer.bind
+    for name, bind in binders.items():
+        try:
+            row, results = _timed(plan, shape, regime, name, [bind(one) for one in inputs], sample)
+        except torch.cuda.OutOfMemoryError as error:
+            log(f"{shape.name} {regime}: {name} left out: {str(error).splitlines()[0]}")
+            continue
+        shown = f"{row.us:10.1f} us" + (f", {row.us / floor:5.2f} x floor" if floor else "")
+        log(f"{plan.op} {shape.name} {regime} {name}: {shown}, host {row.host_us} us, {row.launches} launches")
+        yield replace(row, floor_us=None if floor is None else round(floor, 2)), sample, results, future
+
+
+def _timed(
+    plan: Plan, shape: Shape, regime: str, name: str, bound: Sequence[Bound], sample: Sample
+) -> tuple[Row, Expected]:
+    times, replays = device_times([one.call for one in bound], plan.device, plan.settings)
+    bound[0].reset()
+    replays[0]()
+    out, states = bound[0].result()
+    results = sample.pick(out, states)
+    row = Row(
+        bench=plan.op,  # type: ignore[arg-type]
+        shape=shape.name,
+        regime=regime,
+        impl=name,
+        us=times.us,
+        us_min=times.us_min,
+        us_max=times.us_max,
+        host_us=host_time(bound[0].call, plan.device),
+        launches=launches(bound[0].call, plan.device),
+        floor_us=None,
+        err_out=None,
+        err_state=None,
+        note=f"{str(plan.dtype)[6:]}, {len(bound)} input sets" + _form(plan, name),
+    )
+    return row, results
+
+
+def _form(plan: Plan, name: str) -> str:
+    if plan.op != "verify" or name not in REGISTRY:
+        return ""
+    return ", replay of records" if plan.replay else ", one slot a position"
+
+
+def expected(inputs: Inputs, passes: int) -> Expected:
+    """Float64 outputs and final states of the last of `passes` runs, each from the state that the one before left."""
+    states = inputs.states
+    for _ in range(passes):
+        out, states = inputs.expected(states=states)
+    return out, states
+
+
+def io_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes that must move: q, k, v, g, beta read and the output written once in `dtype`, float32 states read and
+    written once."""
+    columns = 2 * shape.heads * shape.key_dim + shape.hv * (2 * shape.value_dim + shape.key_dim + 1)
+    states = 2 * len(shape.seq_lens) * shape.hv * shape.key_dim * shape.value_dim * 4
+    return shape.tokens * columns * dtype.itemsize + states
+
+
+def _request(plan: Plan, inputs: Inputs) -> Request:
+    gate: GateKind = "softplus" if inputs.lower_bound is None else "bounded"
+    heads, value_heads = inputs.q.shape[1], inputs.v.shape[1]
+    return Request(
+        plan.op,
+        Device.of(plan.device),
+        plan.dtype,
+        inputs.q.shape[2],
+        inputs.v.shape[2],
+        gate,
+        grouped_values=value_heads > heads,
+    )
+
+
+def _binder(plan: Plan, name: str) -> Callable[[Inputs], Bound]:
+    bind = {"prefill": _prefill, "decode": _decode, "verify": _verify}[plan.op]
+
+    def bound(inputs: Inputs) -> Bound:
+        return bind(plan, inputs, resolve(_request(plan, inputs), name, "bench"))
+
+    return bound
+
+
+def _prefill(plan: Plan, inputs: Inputs, choice: Choice) -> Bound:
+    """In place in a pool, as an engine runs it: slots in reverse order, workspace planned before."""
+    pool, slots, reset, result = _pool(inputs)
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=plan.device)
+    tokens, heads, key_dim = inputs.q.shape
+    value_heads, value_dim = inputs.v.shape[1:]
+    sizes = Sizes(tokens, len(inputs.spans), heads, value_heads, key_dim, value_dim, plan.dtype)
+    needed = choice.backend.workspace_bytes("prefill", sizes)
+    workspace = torch.empty(needed, dtype=torch.uint8, device=plan.device) if needed else None
+
+    def call() -> None:
+        ops.prefill(
+            *inputs.operands(),
+            **inputs.options(),
+            segments=inputs.segments,
+            state=pool,
+            slots=slots,
+            out=out,
+            workspace=workspace,
+            backend=choice,
+        )
+
+    return Bound(call, lambda: (out, result()), lambda: reset(out))
+
+
+def _decode(plan: Plan, inputs: Inputs, choice: Choice) -> Bound:
+    pool, slots, reset, result = _pool(inputs)
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=plan.device)
+
+    def call() -> None:
+        ops.decode(*inputs.operands(), **inputs.options(), state=pool, slots=slots, out=out, backend=choice)
+
+    return Bound(call, lambda: (out, result()), lambda: reset(out))
+
+
+def _verify(plan: Plan, inputs: Inputs, choice: Choice) -> Bound:
+    """A verify step after one whose tokens were all accepted: replay applies 1 + k records to the state it reads."""
+    count, width = len(inputs.spans), inputs.segments.max_length
+    heads, value_dim, key_dim = inputs.states.shape[1:]
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=plan.device)
+    pool = torch.empty((count * (1 if plan.replay else width), heads, value_dim, key_dim), device=plan.device)
+    slots = torch.arange(pool.shape[0], dtype=torch.int32, device=plan.device)
+    records = None
+    if plan.replay:
+        records = torch.empty((count, width, heads, 2 * key_dim + value_dim), device=plan.device)
+    else:
+        slots = slots.view(count, width)
+    first = slots if plan.replay else slots[:, 0]
+    none, every = (torch.full((count,), n, dtype=torch.int32, device=plan.device) for n in (0, width))
+
+    def step(accepted: Tensor) -> None:
+        ops.verify(
+            *inputs.operands(),
+            **inputs.options(),
+            segments=inputs.segments,
+            state=pool,
+            slots=slots,
+            accepted=accepted,
+            records=records,
+            out=out,
+            backend=choice,
+        )
+
+    def reset() -> None:
+        poison(out, pool, *([] if records is None else [records]))
+        pool[first.long()] = inputs.states
+        step(none)
+        poison(out)
+
+    def result() -> Expected:
+        if records is None:
+            return out, pool[slots[:, -1].long()]
+        ops.commit(state=pool, records=records, slots=slots, accepted=every, backend=choice)
+        return out, pool[slots.long()]
+
+    reset()
+    return Bound(lambda: step(every), result, reset)
+
+
+def _pool(inputs: Inputs) -> tuple[Tensor, Tensor, Callable[[Tensor], None], Callable[[], Tensor]]:
+    """A pool with one spare row, its slots, how to reset it with an output buffer, and the states in order."""
+    count = len(inputs.spans)
+    pool = torch.empty((count + 1, *inputs.states.shape[1:]), device=inputs.states.device)
+    slots = torch.arange(count, 0, -1, dtype=torch.int32, device=pool.device)
+
+    def reset(out: Tensor) -> None:
+        poison(out, pool)
+        pool[slots.long()] = inputs.states
+
+    pool[slots.long()] = inputs.states
+    return pool, slots, reset, lambda: pool[slots.long()]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A few sequences and heads of a workload, on the host, packed: what is compared with float64."""
+
+    inputs: Inputs
+    rows: Tensor  # tokens of the workload that the sample holds
+    sequences: list[int]
+    heads: list[int]
+
+    @staticmethod
+    def of(whole: Inputs) -> Sample:
+        count, value_heads = len(whole.spans), whole.v.shape[1]
+        sequences = sorted({0, count // 2, count - 1})
+        heads = sorted({0, value_heads - 1})
+        group = value_heads // whole.q.shape[1]
+        key_heads = [head // group for head in heads]
+        rows = torch.cat([torch.arange(first, first + n) for first, n in (whole.spans[i] for i in sequences)])
+        device_rows = rows.to(whole.q.device)
+        q, k = (x[device_rows][:, key_heads].cpu() for x in (whole.q, whole.k))
+        v, g, beta = (x[device_rows][:, heads].cpu() for x in (whole.v, whole.g, whole.beta))
+        inputs = replace(
+            whole,
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            segments=Segments.from_lengths([whole.spans[i][1] for i in sequences]),
+            states=whole.states[sequences][:, heads].cpu(),
+            A_log=None if whole.A_log is None else whole.A_log[heads].cpu(),
+            dt_bias=None if whole.dt_bias is None else whole.dt_bias[heads].cpu(),
+        )
+        return Sample(inputs, rows, sequences, heads)
+
+    def pick(self, out: Tensor, states: Tensor) -> Expected:
+        """The sample's part of a result, on the host."""
+        rows = self.rows.to(out.device)
+        return out[rows][:, self.heads].cpu(), states[self.sequences][:, self.heads].cpu()

@@ -1,0 +1,125 @@
+"""How a call is timed: CUDA graph replays by device events on a GPU, the wall clock on a CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Median of `rounds` rounds of `replays` replays each, after `warmup` replays."""
+
+    rounds: int = 5
+    replays: int = 10
+    warmup: int = 3
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one call."""
+
+    us: float
+    us_min: float
+    us_max: float
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Times:
+        return Times(*(round(f(samples), 3) for f in (statistics.median, min, max)))
+
+
+def device_times(calls: Sequence[Call], device: torch.device, settings: Settings) -> tuple[Times, list[Call]]:
+    """Time calls that do the same work on different inputs, in rotation. Returns the times and what was replayed."""
+    if device.type != "cuda":
+        return _wall_times(calls, settings), list(calls)
+    replays = [graphed(call) for call in calls]
+    for i in range(settings.warmup * len(replays)):
+        replays[i % len(replays)]()
+    samples = []
+    for _ in range(settings.rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        begin.record()
+        for i in range(settings.replays):
+            replays[i % len(replays)]()
+        end.record()
+        torch.cuda.synchronize(device)
+        samples.append(begin.elapsed_time(end) * 1e3 / settings.replays)
+    return Times.of(samples), replays
+
+
+def graphed(call: Call) -> Call:
+    """The call captured in a CUDA graph, after two eager runs that compile, tune and allocate."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _wall_times(calls: Sequence[Call], settings: Settings) -> Times:
+    samples = []
+    calls[0]()
+    for i in range(settings.rounds):
+        start = time.perf_counter()
+        calls[i % len(calls)]()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return Times.of(samples)
+
+
+def host_time(call: Call, device: torch.device, calls: int = 30) -> float | None:
+    """Microseconds that the host spends on one eager call while the device works; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    for _ in range(3):
+        call()
+    samples = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize(device)
+    return round(statistics.median(samples), 1)
+
+
+def launches(call: Call, device: torch.device) -> int | None:
+    """Kernels (copies and fills too) that one eager call launches; None where the profiler sees no device events."""
+    if device.type != "cuda":
+        return None
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize(device)
+    count = sum(1 for event in recorded.events() or () if event.device_type == DeviceType.CUDA)
+    return count or None
+
+
+def copy_bandwidth(device: torch.device, gigabytes: float = 2.0) -> float | None:
+    """Bytes read plus bytes written a second of a large device copy, in TB/s; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    source = torch.empty(int(gigabytes * 2**30), dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    times, _ = device_times([copy], device, Settings())
+    return 2 * source.numel() / times.us / 1e6

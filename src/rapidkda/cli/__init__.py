@@ -1,0 +1,59 @@
+"""The command line `rapidkda`, one file a command.
+
+Exit codes: 0 it holds, 1 a check or a command failed, 2 the user must change something (one line says what).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from .. import __version__
+from ..errors import BackendUnavailable, ConfigConflict
+from . import bench, demo, doctor, verify
+from .console import UserError
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # the base of every complaint about arguments
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+app.command("verify")(verify.verify)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rapidkda {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Kimi Delta Attention for serving. Start with `rapidkda doctor`, then `rapidkda demo`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given or ["--help"], prog_name="rapidkda", standalone_mode=False)
+    except USAGE_ERROR as error:
+        sys.exit(_refuse(error.format_message() if hasattr(error, "format_message") else str(error)))
+    except (UserError, BackendUnavailable, ConfigConflict) as error:
+        sys.exit(_refuse("; ".join(line.strip() for line in str(error).splitlines())))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(message: str) -> int:
+    typer.echo(f"rapidkda: error: {message}", err=True)
+    return 2

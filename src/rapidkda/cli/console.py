@@ -1,0 +1,70 @@
+"""What the commands share: the console, and the error that a user can mend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+from rich.console import Console
+
+from ..dispatch import AUTO, check_name
+
+WIDTH_WHEN_PIPED = 120  # tables must not be cut to 80 columns in a log
+
+
+class UserError(Exception):
+    """The user must change something; the message says what, in one line."""
+
+
+def console() -> Console:
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=WIDTH_WHEN_PIPED)
+
+
+def backend_option(value: str) -> str:
+    """A known backend name, or a UserError."""
+    try:
+        return check_name(value, "--backend")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def one_backend(value: str | None) -> str | None:
+    """A known backend other than `auto`, None for all of them."""
+    if value is None:
+        return None
+    name = backend_option(value)
+    return None if name == AUTO else name
+
+
+def readable(path: Path, what: str) -> Path:
+    """A file that exists, or a UserError."""
+    if not path.is_file():
+        raise UserError(f"{what} must be an existing file, got {path}")
+    return path
+
+
+def writable(path: Path, what: str) -> Path:
+    """A path in an existing or new folder, or a UserError."""
+    if path.is_dir():
+        raise UserError(f"{what} must be a file, got the folder {path}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{what} must be in a folder that can be made, got {path}: {error.strerror}") from None
+    return path
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def needs(module: str, extra: str) -> None:
+    """A UserError that names the extra when a module is missing."""
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f"{module} is not installed; run: pip install 'rapidkda[{extra}]'")

@@ -1,0 +1,155 @@
+"""`rapidkda doctor`: what this machine has, which backend would serve what, and why each other one would not."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from .. import __version__, env
+from ..backends.base import Request
+from ..device import CPU, Device
+from ..dispatch import REGISTRY, check_name, decision_table
+from ..problem import OPS, GateKind
+from .console import console, version_of
+
+PACKAGES = {  # distribution: the extra that brings it
+    "torch": "",
+    "triton": "torch's CUDA build",
+    "cuda-core": "cuda",
+    "cuda-bindings": "cuda",
+    "nvidia-cuda-nvrtc": "cuda",
+    "transformers": "transformers",
+    "vllm": "vllm",
+    "matplotlib": "bench",
+}
+GATES: tuple[GateKind, ...] = ("bounded", "softplus")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+    """Show the devices, the versions, and for every operator which backends can run and why the others cannot.
+
+    **Example:** `rapidkda doctor --json`
+    """
+    report = _report()
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    _print(report)
+
+
+def _report() -> dict[str, Any]:
+    devices = _devices()
+    return {
+        "rapidkda": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version_of(name) for name in PACKAGES},
+        "devices": {label: str(device) for label, device in devices.items()},
+        "environment": _environment(),
+        "backends": {label: _decisions(device) for label, device in devices.items()},
+        "advice": _advice(devices),
+    }
+
+
+def _devices() -> dict[str, Device]:
+    found = {f"cuda:{i}": Device.of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())}
+    return {**found, "cpu": CPU}
+
+
+def _environment() -> dict[str, str]:
+    """Variables with our prefix as they are set, with a complaint beside a value that would be refused."""
+    seen = {}
+    for name in sorted(os.environ):
+        if name.startswith("RAPIDKDA_"):
+            seen[name] = os.environ[name] + (f"  ({problem})" if (problem := _complaint(name)) else "")
+    return seen
+
+
+def _complaint(name: str) -> str | None:
+    known: dict[str, Callable[[], object]] = {
+        "RAPIDKDA_CHECK": env.check_device_values,
+        "RAPIDKDA_CACHE_DIR": env.cache_dir,
+        env.PREFILL_BACKEND: lambda: _known_backend(env.PREFILL_BACKEND),
+        env.DECODE_BACKEND: lambda: _known_backend(env.DECODE_BACKEND),
+    }
+    if name not in known:
+        return "rapidkda reads no such variable"
+    try:
+        known[name]()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _known_backend(variable: str) -> None:
+    value = env.backend_name(variable)
+    if value is not None:
+        check_name(value, variable)
+
+
+def _decisions(device: Device) -> dict[str, Any]:
+    """Operator -> backend -> unmet requirements, for the dtype that this device serves in, with both gates."""
+    dtype = torch.float32 if device.vendor == "cpu" else torch.bfloat16
+    table: dict[str, Any] = {}
+    for gate in GATES:
+        ops = OPS if gate == GATES[0] else ("prefill",)
+        for op, backends in decision_table(Request("prefill", device, dtype, gate=gate), ops).items():
+            label = op if op != "prefill" else f"prefill, {gate} gate"
+            chosen = next((name for name in REGISTRY if not backends[name]), None)
+            table[label] = {"auto": chosen, "unmet": {name: list(unmet) for name, unmet in backends.items()}}
+    return table
+
+
+def _advice(devices: dict[str, Device]) -> list[str]:
+    """What to install next, most useful first."""
+    advice = []
+    nvidia = [device for device in devices.values() if device.vendor == "nvidia"]
+    if not nvidia and _driver_lists_gpu():
+        advice.append("the driver lists a GPU that torch cannot use; install a CUDA build of torch: pip install torch")
+    if nvidia and version_of("triton") is None:
+        advice.append("for the portable GPU backend: pip install triton")
+    if any(device.capability == (9, 0) for device in nvidia) and version_of("cuda-core") is None:
+        advice.append("for the Hopper backend: pip install 'rapidkda[cuda]'")
+    if version_of("transformers") is None:
+        advice.append("for the demo and for Hugging Face models: pip install 'rapidkda[transformers]'")
+    if version_of("matplotlib") is None:
+        advice.append("for the plots of bench report: pip install 'rapidkda[bench]'")
+    return advice
+
+
+def _driver_lists_gpu() -> bool:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return False
+    return subprocess.run([smi, "-L"], capture_output=True, text=True, check=False).stdout.startswith("GPU")
+
+
+def _print(report: dict[str, Any]) -> None:
+    out = console()
+    out.print(f"rapidkda {report['rapidkda']}, Python {report['python']}, {report['system']}")
+    versions = [f"{name} {version or 'not installed'}" for name, version in report["packages"].items()]
+    out.print("packages: " + ", ".join(versions))
+    out.print("devices: " + "; ".join(f"{label} = {name}" for label, name in report["devices"].items()))
+    for name, value in report["environment"].items():
+        out.print(f"environment: {name}={value}", markup=False)
+    for label, decisions in report["backends"].items():
+        table = Table(title=f"backends on {label} ({report['devices'][label]}), head dim 128", title_justify="left")
+        table.add_column("operator", no_wrap=True)
+        table.add_column("auto takes", no_wrap=True)
+        for name in REGISTRY:
+            table.add_column(name)
+        for op, decision in decisions.items():
+            cells = ["yes" if not unmet else "no: " + "; ".join(unmet) for unmet in decision["unmet"].values()]
+            table.add_row(op, decision["auto"] or "nothing", *cells)
+        out.print(table)
+    for line in report["advice"]:
+        out.print(f"to install: {line}", markup=False)
