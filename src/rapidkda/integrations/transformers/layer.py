@@ -33,7 +33,7 @@ class KdaLayer:
         self.decode_backend = decode_backend
         self.previous = previous
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         hidden_states: Tensor,
@@ -72,18 +72,21 @@ class KdaLayer:
     ) -> Tensor:
         """In place on the cache's states, on the fastest backends."""
         module = self.module
-        weight = module.conv1d.weight.squeeze(1)  # [C, W]
-        history = cache.history(weight.shape[1] - 1)
-        conv = ops.causal_conv(
-            qkv,
-            weight,
-            module.conv1d.bias,
-            segments=rows.segments,
-            state=history,
-            slots=None if history is None else rows.slots,
-            activation=module.activation,
-            backend=self.decode_backend,
-        )
+        if cache.filled and rows.segments.max_length <= 1:
+            conv = _windowed_conv(module.conv1d, rows, cache, qkv)  # one token: cheaper than to set up a kernel
+        else:
+            weight = module.conv1d.weight.squeeze(1)  # [C, W]
+            history = cache.history(weight.shape[1] - 1)
+            conv = ops.causal_conv(
+                qkv,
+                weight,
+                module.conv1d.bias,
+                segments=rows.segments,
+                state=None if history is None else history.contiguous(),  # a copy: the cache's window is wider
+                slots=None if history is None else rows.slots,
+                activation=module.activation,
+                backend=self.decode_backend,
+            )
         q, k, v = (part.unflatten(-1, (-1, module.head_dim)) for part in conv.chunk(3, dim=-1))
         options = {**_gate(module), "segments": rows.segments, "state_v_first": False}
         state = cache.recurrent_state()
@@ -100,7 +103,7 @@ class KdaLayer:
             one_token = rows.segments.max_length <= 1
             op, backend = (ops.decode, self.decode_backend) if one_token else (ops.prefill, self.prefill_backend)
             y = op(q, k, v, forget, beta, state=state, slots=rows.slots, backend=backend, **options)
-        cache.store_inputs(rows, qkv, weight.shape[1])
+        cache.store_inputs(rows, qkv, module.conv1d.weight.shape[-1])
         norm = module.o_norm
         return ops.gated_rms_norm(
             y, z, norm.weight, norm.variance_epsilon, activation=norm.activation, backend=self.decode_backend
@@ -111,12 +114,7 @@ class KdaLayer:
     ) -> Tensor:
         """Out of place, so that autograd can follow."""
         module = self.module
-        weight = module.conv1d.weight.squeeze(1)  # [C, W]
-        windows = rows.windows(qkv, cache.history(weight.shape[1] - 1), weight.shape[1])  # [n, W, C]
-        conv = torch.einsum("nwc,cw->nc", windows.to(weight.dtype), weight)
-        if module.conv1d.bias is not None:
-            conv = conv + module.conv1d.bias
-        conv = nn.functional.silu(conv).to(qkv.dtype)
+        conv = _windowed_conv(module.conv1d, rows, cache, qkv)
         q, k, v = (part.unflatten(-1, (-1, module.head_dim))[None] for part in conv.chunk(3, dim=-1))
         y, final, *_ = ops.chunk_kda(
             q,
@@ -136,7 +134,7 @@ class KdaLayer:
         )
         if final is not None:
             cache.store_recurrent(final)
-        cache.store_inputs(rows, qkv, weight.shape[1])
+        cache.store_inputs(rows, qkv, module.conv1d.weight.shape[-1])
         normed: Tensor = module.o_norm(y[0], z)
         return normed
 
@@ -158,11 +156,11 @@ class _LayerCache:
         return self.cache is not None
 
     def history(self, entries: int) -> Tensor | None:
-        """A copy of the newest inputs [B, C, entries], or None before the first token."""
+        """The newest inputs [B, C, entries], or None before the first token."""
         if not self.filled:
             return None
         states: Tensor = self.cache.layers[self.layer_idx].conv_states[0]
-        return states[..., -entries:].contiguous()
+        return states[..., -entries:]
 
     def recurrent_state(self) -> Tensor | None:
         """The state itself [B, H, K, V], or None before the first token."""
@@ -179,6 +177,17 @@ class _LayerCache:
         if self.cache is not None:
             newest = rows.newest(qkv, self.history(width), width)
             self.cache.update_conv_state(newest, self.layer_idx, conv_kernel_size=width)
+
+
+def _windowed_conv(conv1d: Any, rows: TokenRows, cache: _LayerCache, x: Tensor) -> Tensor:
+    """The causal convolution of x [n, C] with SiLU, out of place, by each token's window of inputs."""
+    weight = conv1d.weight.squeeze(1)  # [C, W]
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    windows = rows.windows(x, cache.history(weight.shape[1] - 1), weight.shape[1])  # [n, C, W]
+    y = (windows.to(weight.dtype) * weight).sum(-1)
+    if conv1d.bias is not None:
+        y = y + conv1d.bias
+    return nn.functional.silu(y).to(x.dtype)
 
 
 def _gate(module: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class TokenRows:
         """[n, D] back to [B, T, D], zeros at padding."""
         if self.real is not None:
             y = y.new_zeros(self.batch * self.tokens, y.shape[1]).index_copy(0, self.real, y)
-        return y.unflatten(0, (self.batch, self.tokens))
+        return y.view(self.batch, self.tokens, -1)
 
     def newest(self, x: Tensor, before: Tensor | None, width: int) -> Tensor:
         """The newest inputs of each sequence, [N, C, L], oldest first.
@@ -54,23 +54,25 @@ class TokenRows:
         With it, exactly `width`: entries of `before` [N, C, width] (zeros if None) where a sequence has fewer tokens.
         """
         if self.real is None:
-            return x.unflatten(0, (self.batch, self.tokens))[:, -width:].transpose(1, 2)
+            return x.view(self.batch, self.tokens, -1)[:, -width:].transpose(1, 2)
         sequence = torch.arange(self.segments.count, device=x.device)[:, None]
         end = (self.segments.first_token + self.segments.length)[:, None]
         position = end - width + torch.arange(width, device=x.device)
         return self._with_history(x, before, width)[self._source(sequence, position, width)].transpose(1, 2)
 
     def windows(self, x: Tensor, before: Tensor | None, width: int) -> Tensor:
-        """Each token's last `width` inputs, [n, width, C], oldest first; differentiable.
+        """Each token's last `width` inputs, [n, C, width], oldest first; differentiable.
 
         `before` [N, C, width - 1] is what stands before each sequence, zeros if None.
         """
         history = width - 1
+        if before is not None and self.real is None and self.tokens == 1:
+            return torch.cat([before, x.unsqueeze(2)], dim=2)
         sequence = torch.repeat_interleave(
             torch.arange(self.segments.count, device=x.device), self.segments.length, output_size=x.shape[0]
         )[:, None]
         position = torch.arange(x.shape[0], device=x.device)[:, None] - history + torch.arange(width, device=x.device)
-        return self._with_history(x, before, history)[self._source(sequence, position, history)]
+        return self._with_history(x, before, history)[self._source(sequence, position, history)].transpose(1, 2)
 
     def _with_history(self, x: Tensor, before: Tensor | None, width: int) -> Tensor:
         """[N * width + n, C]: the histories of all sequences, then the tokens."""
@@ -81,9 +83,7 @@ class TokenRows:
     def _source(self, sequence: Tensor, position: Tensor, width: int) -> Tensor:
         """Rows of `_with_history` that hold packed `position`s, which may lie up to `width` before their sequence."""
         local = position - self.segments.first_token[sequence]
-        return torch.where(
-            local >= 0, self.segments.count * width + position, (sequence + 1) * width + local
-        )
+        return torch.where(local >= 0, self.segments.count * width + position, (sequence + 1) * width + local)
 
 
 def token_rows(hidden: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None = None) -> TokenRows:
@@ -120,6 +120,7 @@ def _dense(batch: int, tokens: int, device: torch.device) -> TokenRows:
     return _rows(batch, tokens, [tokens] * batch, device, None)
 
 
+@torch.inference_mode(False)
 def _masked(attention_mask: Tensor, device: torch.device) -> TokenRows:
     batch, tokens = attention_mask.shape
     mask = attention_mask.detach().cpu() != 0
@@ -144,16 +145,16 @@ def _packed(
     return _rows(1, tokens, lengths, device, None)
 
 
+@torch.inference_mode(False)  # autograd may keep these index tensors, whatever mode first asks for them
 def _rows(batch: int, tokens: int, lengths: list[int], device: torch.device, real: Tensor | None) -> TokenRows:
-    with torch.inference_mode(False):  # index tensors that autograd may keep, whatever mode first asks for them
-        segments = Segments.from_lengths(lengths, device)
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        return TokenRows(
-            batch=batch,
-            tokens=tokens,
-            segments=segments,
-            slots=torch.arange(len(lengths), dtype=torch.int32, device=device),
-            cu_seqlens=cu_seqlens.to(device),
-            cu_seqlens_cpu=cu_seqlens,
-            real=None if real is None else real.to(device),
-        )
+    segments = Segments.from_lengths(lengths, device)
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    return TokenRows(
+        batch=batch,
+        tokens=tokens,
+        segments=segments,
+        slots=torch.arange(len(lengths), dtype=torch.int32, device=device),
+        cu_seqlens=cu_seqlens.to(device),
+        cu_seqlens_cpu=cu_seqlens,
+        real=None if real is None else real.to(device),
+    )
