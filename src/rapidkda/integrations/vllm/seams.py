@@ -73,9 +73,9 @@ class RefusedLayer:
 
 @dataclass(frozen=True)
 class Seam:
-    """Everything about one vLLM version."""
+    """Everything about vLLM versions that are alike where the plugin meets them."""
 
-    version: str
+    versions: tuple[str, ...]
     layers: tuple[LayerSeam, ...]
     builders: tuple[BuilderSeam, ...]
     refused: tuple[RefusedLayer, ...]
@@ -124,8 +124,8 @@ COMMON_FACTS: tuple[Fact, ...] = (
     Members(GDN, "GDNAttentionMetadata", METADATA_FIELDS),
 )
 
-VLLM_0_25_1 = Seam(
-    version="0.25.1",
+VLLM_0_25 = Seam(
+    versions=("0.25.0", "0.25.1"),
     layers=(LayerSeam(KIMI, "KimiGatedDeltaNetAttention", "kimi_separate", "Kimi-Linear"),),
     builders=(BuilderSeam(GDN, "GDNAttentionMetadataBuilder"),),
     refused=(),
@@ -163,8 +163,8 @@ VLLM_0_25_1 = Seam(
 _PACKED_PARAMETERS = ("mixed_qkv", "g1", "g2", "beta", "core_attn_out")
 _PACKED_MEMBERS = (*LAYER_MEMBERS, "conv1d", "o_norm", "gate_lower_bound", "local_projection_size")
 
-VLLM_0_33_0 = Seam(
-    version="0.33.0",
+VLLM_0_33 = Seam(
+    versions=("0.33.0",),
     layers=(
         LayerSeam(KIMI, "KimiGatedDeltaNetAttention", "kimi_packed", "Kimi-Linear", eager_break=True, resolver=True),
         LayerSeam(K3, "KimiK3DeltaAttention", "kimi_packed", "Kimi-K3", True, checkpoints=True, resolver=True),
@@ -249,4 +249,4 @@ VLLM_0_33_0 = Seam(
     ),
 )
 
-SEAMS: dict[str, Seam] = {seam.version: seam for seam in (VLLM_0_25_1, VLLM_0_33_0)}
+SEAMS: dict[str, Seam] = {version: seam for seam in (VLLM_0_25, VLLM_0_33) for version in seam.versions}

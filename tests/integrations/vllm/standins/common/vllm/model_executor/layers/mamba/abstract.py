@@ -1,0 +1,2 @@
+class MambaBase:
+    kv_cache: tuple

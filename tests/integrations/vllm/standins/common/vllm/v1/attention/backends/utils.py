@@ -1,0 +1,1 @@
+NULL_BLOCK_ID = 0
