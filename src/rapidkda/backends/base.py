@@ -43,6 +43,11 @@ class Request:
     grouped_values: bool = False  # HV > H
     requires_grad: bool = False
     checkpoints: bool = False
+    gate_dtype: torch.dtype | None = None  # of g and beta; None: as dtype
+    beta_dtype: torch.dtype | None = None
+    raw_keys: bool = True  # q and k before their L2 normalisation
+    raw_beta: bool = True  # logits
+    neg_eigval: bool = False  # the sigmoid of beta doubled
 
 
 class Backend(Protocol):

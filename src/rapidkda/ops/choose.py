@@ -38,6 +38,11 @@ def choose(
         grouped_values=tokens.value_heads > tokens.heads,
         requires_grad=requires_grad,
         checkpoints=checkpoints,
+        gate_dtype=tokens.g.dtype,
+        beta_dtype=tokens.beta.dtype,
+        raw_keys=tokens.l2norm,
+        raw_beta=tokens.beta_logits,
+        neg_eigval=tokens.beta_scale != 1.0,
     )
     return resolved(request, backend, env.PREFILL_BACKEND if op == "prefill" else env.DECODE_BACKEND)
 
