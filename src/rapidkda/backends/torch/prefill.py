@@ -7,6 +7,7 @@ that temporaries stay within a cache whatever the length.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def load(tokens: Tokens, block: Block, scratch: Scratch) -> chunk.Prepared:
+def load(tokens: Tokens, block: Block, scratch: Scratch) -> chunk.Step:
     """Gather, activate and prepare the chunks of a block."""
     rows, size = block.token.shape
     heads, key_dim, group = tokens.heads, tokens.key_dim, tokens.value_heads // tokens.heads
@@ -122,30 +123,31 @@ Emit = Callable[[Block, Tensor], None]  # block, outputs [R, HV, C, V]
 Boundary = Callable[[int, Tensor], None]  # chunks done, states [alive, HV, K, V]
 
 
-def run(
-    tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, scratch: Scratch
-) -> Tensor:
+def run(tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, scratch: Scratch) -> Tensor:
     """Run a group from `state` [n, HV, K, V], overwritten if the scratch is on; returns its last states."""
     n, value_heads, key_dim, value_dim = state.shape
     elements = CPU_BLOCK if state.device.type == "cpu" else DEVICE_BLOCK
     rows = max(1, elements // (value_heads * chunk.CHUNK * max(key_dim, value_dim)))
     finished: list[Tensor] = []
-    current = state.flatten(0, 1)
-    done = 0
+    current, alive, done = state.flatten(0, 1), 0, 0
+    in_place = None
     for block in group.blocks(rows):
-        prepared = load(tokens, block, scratch)
+        steps = load(tokens, block, scratch).split(block.alive)
         buffer = scratch.out("out", len(block.member), value_heads, chunk.CHUNK, value_dim)
+        targets = itertools.repeat(None) if buffer is None else buffer.split(block.alive)
         outputs: list[Tensor] = []
-        begin = 0
-        for alive in block.alive:
-            count = alive * value_heads
-            if count < current.shape[0]:
-                finished.append(current[count:])
-                current = current[:count]
-            target = None if buffer is None else buffer[begin : begin + alive]
-            out, current = chunk.advance(prepared.rows(begin, alive), current, target, scratch)
-            outputs.append(out)
-            begin += alive
+        for count, step, target in zip(block.alive, steps, targets, strict=False):
+            if count != alive:
+                if alive:
+                    finished.append(current[count * value_heads :])
+                    current = current[: count * value_heads]
+                alive = count
+                in_place = chunk.Advance(alive, value_heads, value_dim, scratch) if scratch.reuse else None
+            if in_place is None or target is None:
+                out, current = chunk.advance(step, current)
+                outputs.append(out)
+            else:
+                in_place(step, current, target)
             done += 1
             if boundary is not None:
                 boundary(done, current.unflatten(0, (alive, value_heads)))
