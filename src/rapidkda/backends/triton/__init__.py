@@ -14,7 +14,7 @@ from ... import env
 from ...problem import CommitCall, ConvCall, DecodeCall, NormCall, Op, PrefillCall, Sizes, VerifyCall
 from ..base import Request
 
-MIN_VERSION = (3, 4)
+MIN_VERSION = (3, 6)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -30,8 +30,6 @@ class TritonBackend:
         reasons = _unmet_machine(request)
         if request.dtype not in DTYPES:
             reasons.append(f"inputs must be bfloat16, float16 or float32, got {_name(request.dtype)}")
-        if request.op == "prefill":
-            reasons.append("prefill is not part of this backend yet")
         if request.requires_grad:
             reasons.append("it has no gradients")
         if request.op in ("prefill", "decode", "verify"):

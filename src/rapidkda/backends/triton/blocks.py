@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
+from triton.language.extra import libdevice
 
 from ... import env
 
@@ -19,6 +21,8 @@ SOFTPLUS = tl.constexpr(2)
 
 FLT_MAX = tl.constexpr(3.4028234e38)
 L2_EPS = tl.constexpr(1e-6)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -27,6 +31,14 @@ def dot(a, b):
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b)
+
+
+@triton.jit
+def add_dot(total, a, b):
+    """total + a @ b."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total)
 
 
 @triton.jit
@@ -61,11 +73,40 @@ def power_of_two(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x, x >= 1, to two units in the last place; 0 beyond 2^126. A plain division takes four times as long."""
+    if INTERPRETED:
+        return 1.0 / x
+    return libdevice.fast_dividef(1.0, x)
+
+
+@triton.jit
+def log2(x):
+    """log2(x), x >= 1, to 2^-22."""
+    if INTERPRETED:
+        return tl.log2(x)
+    if target_info.is_cuda():
+        return libdevice.fast_log2f(x)
+    return tl.log2(x)
+
+
+@triton.jit
+def exp(x):
+    """exp(x); results below 2^-126 are 0."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def sigmoid(x):
+    return reciprocal(1.0 + exp(-x))
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)) to float32 accuracy on both tails; slow decays live on the left one."""
-    y = tl.exp(tl.minimum(x, 20.0))
+    y = exp(tl.minimum(x, 20.0))
     series = y * (1.0 - y * (0.5 - y * (0.33333333 - y * 0.25)))
-    return tl.where(x > 20.0, x, tl.where(y < 0.03, series, tl.log(1.0 + y)))
+    return tl.where(x > 20.0, x, tl.where(y < 0.03, series, log2(1.0 + y) * LN_2))
 
 
 @triton.jit
@@ -75,16 +116,23 @@ def amplitude(p_a_log, head):
 
 
 @triton.jit
-def log_decay(x, p_a_log, p_dt_bias, lower_bound, head, channel, K: tl.constexpr, GATE: tl.constexpr):
-    """Log decay of gate inputs x [..., K] (float32); `channel` indexes the last dimension, shaped to broadcast."""
+def gate_bias(p_dt_bias, head, channels, K: tl.constexpr):
+    """The gate's bias [K] of a head; 0 where there is none."""
+    if p_dt_bias is None:
+        return tl.zeros([K], tl.float32)
+    return tl.load(p_dt_bias + head * K + channels)
+
+
+@triton.jit
+def log_decay(x, bias, p_a_log, lower_bound, head, GATE: tl.constexpr):
+    """Log decay of gate inputs x [..., K] (float32); `bias` is `gate_bias`, shaped to broadcast."""
     if GATE == LOG_DECAY:
         return x
-    if p_dt_bias is not None:
-        x = x + tl.load(p_dt_bias + head * K + channel)
+    x = x + bias
     if GATE == BOUNDED:
         if p_a_log is not None:
             x = x * amplitude(p_a_log, head)
-        return lower_bound * tl.sigmoid(x)
+        return lower_bound * sigmoid(x)
     y = softplus(x)
     if p_a_log is not None:
         y = y * amplitude(p_a_log, head)
@@ -95,7 +143,7 @@ def log_decay(x, p_a_log, p_dt_bias, lower_bound, head, channel, K: tl.constexpr
 def write_strength(x, beta_scale, LOGITS: tl.constexpr):
     """Write strength b of the inputs beta (float32)."""
     if LOGITS:
-        x = tl.sigmoid(x) * beta_scale
+        x = sigmoid(x) * beta_scale
     return x
 
 

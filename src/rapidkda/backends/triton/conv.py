@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import ConvCall
-from .blocks import narrow, trips, usable
+from .blocks import narrow, sigmoid, trips, usable
 
 TILE = 64  # tokens of a program in long segments
 SCAN = 128  # segments whose tiles are counted at once
@@ -158,7 +158,7 @@ def conv_kernel(
         if p_bias is not None:
             y += tl.load(p_bias + channels * bias_c, mask=in_channels, other=0.0).to(tl.float32)[None, :]
         if SILU:
-            y = y * tl.sigmoid(y)
+            y = y * sigmoid(y)
         y = tl.where(real, y, 0.0)
         tl.store(
             p_out + (first + rows)[:, None] * out_t + channels[None, :],

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ...problem import NormCall
-from .blocks import narrow
+from .blocks import narrow, sigmoid
 
 
 @triton.jit(do_not_specialize=["rows_total"])
@@ -24,7 +24,7 @@ def norm_kernel(
     z = tl.load(p_z + (token * z_t + head * z_h)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(p_weight + column * weight_s, mask=column < D, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * weight[None, :]
-    gate = tl.sigmoid(z)
+    gate = sigmoid(z)
     if SILU:
         gate = gate * z
     tl.store(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, Tokens, VerifyCall
 from . import launch
-from .blocks import L2_EPS, log_decay, narrow, trips, usable, write_strength
+from .blocks import L2_EPS, exp, gate_bias, log_decay, narrow, trips, usable, write_strength
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _load_key(
     if L2NORM:
         k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     g = tl.load(p_g + token * g_t + head * g_h + channels).to(tl.float32)
-    g = log_decay(g, p_a_log, p_dt_bias, lower_bound, head, channels, K, GATE)
+    g = log_decay(g, gate_bias(p_dt_bias, head, channels, K), p_a_log, lower_bound, head, GATE)
     b = write_strength(tl.load(p_beta + token * b_t + head * b_h).to(tl.float32), beta_scale, LOGITS)
     return k, g, b
 
@@ -53,7 +53,7 @@ def _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM: tl.c
 @triton.jit
 def _advance(state, k, g, u_or_v, b, REPLAY: tl.constexpr):
     """One step of a state tile [VB, K]; returns the state and the correction u [VB]. REPLAY: u is known."""
-    state = state * tl.exp(g)[None, :]
+    state = state * exp(g)[None, :]
     if REPLAY:
         u = u_or_v
     else:

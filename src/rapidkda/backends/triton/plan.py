@@ -1,0 +1,163 @@
+"""What a prefill call runs: chunk size, tiles, parts, and where everything lies in the workspace. Plain arithmetic.
+
+A segment is cut into tiles of `chunk` tokens. A tile and a value head have one record, written by the preparation and
+read by the scan:
+
+    wk [C, K] | qd [C, K] | kr [C, K] | uv [C, V] | aq [C, C] | decay [K] | u_scale [C] | q_scale [C]
+
+(the matrices in half precision, or float32 for float32 inputs; the vectors in float32). Where few sequences run, each
+is also cut into parts of several tiles whose states are linked exactly (`compose`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...problem import Sizes
+from ...segments import Segments
+
+ALIGNMENT = 256  # bytes
+CHUNKS = (16, 32)
+MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bounds the scratch for their states
+MIN_PART_TILES = 4
+CUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of parts of the longest segment that are considered
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def record_bytes(chunk: int, key_dim: int, value_dim: int, precise: bool) -> int:
+    """Size of one record, a multiple of ALIGNMENT."""
+    matrices = 3 * chunk * key_dim + chunk * value_dim + chunk * chunk
+    return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * chunk))
+
+
+def max_tiles(tokens: int, segments: int, chunk: int) -> int:
+    """Most tiles that `segments` disjoint segments of `tokens` tokens can have."""
+    return tokens // chunk + segments
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Byte offsets in the workspace. The tables come first, then records, then the states of parts."""
+
+    tiles: int
+    parts: int
+    records: int
+    carries: int  # [parts, HV, V, K] float32: a part's own contribution, then the state after it
+    transitions: int  # [parts, HV, K, K] float32: what a part does to the state it starts from
+    total: int
+
+    @staticmethod
+    def of(tiles: int, parts: int, segments: int, value_heads: int, key_dim: int, value_dim: int, record: int) -> Layout:
+        tables = _align(4 * (2 * (segments + 1) + tiles + parts))
+        carries = tables + tiles * value_heads * record
+        transitions = carries + parts * value_heads * value_dim * key_dim * 4
+        return Layout(
+            tiles, parts, tables, carries, transitions, transitions + parts * value_heads * key_dim * key_dim * 4
+        )
+
+
+def workspace_bytes(sizes: Sizes) -> int:
+    """Scratch of any prefill within `sizes`, whatever chunk size and cut it takes."""
+    precise = sizes.dtype == torch.float32
+    most = 0
+    for chunk in CHUNKS:
+        record = record_bytes(chunk, sizes.key_dim, sizes.value_dim, precise)
+        tiles = max_tiles(sizes.tokens, sizes.segments, chunk)
+        parts = max_parts(tiles, sizes.value_heads)
+        layout = Layout.of(
+            tiles, parts, sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record
+        )
+        most = max(most, layout.total)
+    return most
+
+
+def max_parts(tiles: int, value_heads: int) -> int:
+    """Most parts that a call may be cut into; fewer than two never pays."""
+    parts = min(MAX_CARRIES // value_heads, tiles // MIN_PART_TILES)
+    return parts if parts > 1 else 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How segments are cut into parts; `parts` 0 means not at all."""
+
+    parts: int  # most parts of all segments together
+    part_tiles: int
+
+
+NO_CUT = Cut(0, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cost model of the scan, microseconds, for one tile of one value block. Fitted on an H200."""
+
+    step: float  # latency of a tile when a program has a multiprocessor to itself
+    share: float  # multiprocessor time of a tile when programs share one
+    launch: float
+    compose: float  # latency of one link of the chain of parts
+
+
+def cut(segments: Segments, tokens: int, value_heads: int, chunk: int, blocks: tuple[int, int], units: int) -> Cut:
+    """Whether a call's segments run as parts side by side, and how long a part is.
+
+    From the host's lengths where it has them, else from the maxima that the call is launched for. `blocks` are the
+    programs a head needs for its value rows and for its key rows.
+    """
+    if segments.host is not None:
+        tiles = -(-segments.host[1] // chunk)
+    else:
+        tiles = np.full(segments.count, -(-min(segments.max_length, tokens) // chunk))
+    longest = int(tiles.max(initial=0))
+    most = max_parts(max_tiles(tokens, segments.count, chunk), value_heads)
+    if longest < 2 * MIN_PART_TILES or most < 2:
+        return NO_CUT
+    return cut_of(tuple(tiles.tolist()), value_heads, blocks, units, most, COSTS[chunk])
+
+
+@functools.lru_cache(maxsize=512)
+def cut_of(
+    tiles: tuple[int, ...], value_heads: int, blocks: tuple[int, int], units: int, most: int, costs: Costs
+) -> Cut:
+    """The cheapest cut of segments of `tiles` tiles each into at most `most` parts together, by the cost model."""
+    counts = np.asarray(tiles)
+    longest = int(counts.max())
+    best, best_cost = NO_CUT, _pass(longest, int(counts.sum()) * value_heads * blocks[0], units, costs)
+    for wanted in CUTS:
+        part_tiles = -(-longest // wanted)
+        parts = np.maximum(-(-counts // part_tiles), 1)
+        if part_tiles < MIN_PART_TILES or parts.sum() > most or parts.max() < 2:
+            continue
+        cost = predicted(counts, parts, value_heads, blocks, units, costs)
+        if cost < best_cost:
+            best, best_cost = Cut(int(parts.sum()), part_tiles), cost
+    return best
+
+
+def predicted(
+    tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs
+) -> float:
+    """Microseconds of the three passes over segments that are cut into `parts`."""
+    length = int((-(-tiles // parts)).max())
+    own = (tiles * (parts - 1) / parts).sum() * blocks[0]
+    transition = (tiles * np.maximum(parts - 2, 0) / parts).sum() * blocks[1]
+    first = _pass(length, (own + transition) * value_heads, units, costs)
+    second = _pass(length, tiles.sum() * value_heads * blocks[0], units, costs)
+    return first + second + costs.launch + costs.compose * float(parts.max())
+
+
+def _pass(longest: int, steps: float, units: int, costs: Costs) -> float:
+    return costs.launch + max(longest * costs.step, steps * costs.share / units)
+
+
+COSTS = {
+    16: Costs(step=0.9, share=0.4, launch=4.0, compose=4.0),
+    32: Costs(step=1.2, share=0.6, launch=4.0, compose=4.0),
+}

@@ -1,0 +1,242 @@
+"""Second half of a prefill: the states, tile after tile, and the outputs.
+
+A program owns VB value rows of one head of one segment (or part of a segment) and keeps their state S [VB, K] in
+float32 registers, V as the rows of every product:
+
+    U = uv - wk S        O = q_scale (qd S + aq U)        S <- decay S + U kr
+
+U is the one quantity whose rounding adds up in the state, so it enters the products in float16 with a power of two
+per row taken out: 11 bits at any magnitude.
+
+Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
+side by side: first each part's own contribution (rows of V, from a zero state) and its effect on the state it starts
+from (rows of K, from the identity, without values), then, once those are linked (`compose`), the outputs.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import dot, dot_fp32, narrow, power_of_two, trips, usable
+from .tiles import tile_count
+
+WHOLE = tl.constexpr(0)
+TRANSITIONS = tl.constexpr(1)
+RESUME = tl.constexpr(2)
+
+
+@triton.jit
+def _advance(
+    state, p_bf16, p_fp16, p_fp32, p_out, records, begin, end, length, has_values, real, heads, o_t, rows,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
+    PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Run tiles begin .. end - 1 of a segment; `records` is the segment's first record, p_out its first output."""
+    MATRICES: tl.constexpr = 3 * C * K + C * V + C * C
+    lanes = tl.arange(0, C)
+    channels = tl.arange(0, K)
+    key_offset = lanes[None, :] * K + channels[:, None]  # [K, C]
+    value_offset = 3 * C * K + lanes[None, :] * V + rows[:, None]  # [VB, C]
+    pair_offset = 3 * C * K + C * V + lanes[None, :] * C + lanes[:, None]  # transposed
+    step = (records * 0 + heads) * RECORD  # 64-bit
+    for i in tl.range(trips(begin), trips(end), num_stages=STAGES):
+        record = records + i * step
+        if PRECISE:
+            p_near = p_fp32 + record * 64
+            p_fine = p_near
+            p_vectors = p_near + MATRICES
+        else:
+            p_near = p_bf16 + record * 128
+            p_fine = p_fp16 + record * 128
+            p_vectors = p_fp32 + record * 64 + MATRICES // 2
+        wk = tl.load(p_near + key_offset)
+        if PASS == TRANSITIONS:
+            uv = tl.load(p_fine + value_offset, mask=has_values, other=0.0)
+        else:
+            uv = tl.load(p_fine + value_offset)
+        kr = tl.load(p_fine + 2 * C * K + lanes[:, None] * K + channels[None, :])
+        decay = tl.load(p_vectors + channels)
+        if PRECISE:
+            u = uv - dot_fp32(state, wk, PRECISION)
+            update = dot_fp32(u, kr, PRECISION)
+        else:
+            near_state = narrow(state, tl.bfloat16)
+            u = uv.to(tl.float32) * tl.load(p_vectors + K + lanes)[None, :] - dot(near_state, wk)
+            size, inverse = power_of_two(tl.max(tl.abs(u), 1), -60, 110)
+            fine = narrow(u * (inverse * 16384.0)[:, None], tl.float16)
+            size = size / 16384.0
+            update = dot(fine, kr) * size[:, None]
+        if PASS != TRANSITIONS:
+            qd = tl.load(p_near + C * K + key_offset)
+            aq = tl.load(p_fine + pair_offset)
+            if PRECISE:
+                out = dot_fp32(state, qd, PRECISION) + dot_fp32(u, aq, PRECISION)
+            else:
+                out = dot(near_state, qd) + dot(fine, aq) * size[:, None]
+            out = tl.where(real, out * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
+            token = i * C + lanes
+            tl.store(
+                p_out + token.to(tl.int64)[None, :] * o_t + rows[:, None],
+                narrow(out, p_out.dtype.element_ty),
+                mask=(token < length)[None, :],
+            )
+        state = state * decay[None, :] + update
+    return state
+
+
+@triton.jit
+def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    base = slot * slot_s + head * (K * V)
+    if V_FIRST:
+        return base + rows[:, None] * K + channels[None, :]
+    return base + channels[None, :] * V + rows[:, None]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "segments", "tiles", "record_start", "carry_start", "transition_start",
+        "initial_rows", "final_rows", "checkpoint_rows", "pad_slot",
+    ]
+)  # fmt: skip
+def scan_kernel(
+    p_table, p_bf16, p_fp16, p_fp32, p_out, p_first, p_length,
+    p_initial, p_final, p_read, p_write, p_has, p_begin, p_offset, p_slot, p_checkpoint,
+    segments, tiles, record_start, carry_start, transition_start, heads,
+    initial_rows, final_rows, checkpoint_rows, pad_slot,
+    o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, checkpoint_s,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr, V_FIRST: tl.constexpr,
+    PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks, HV, segments or parts). RECORD and the *_start are in units of 256 bytes."""
+    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    part = tl.program_id(2)
+    has_values = block * VB < V
+    if PASS == WHOLE:
+        n = part
+        index = 0
+        parts = 1
+    else:
+        n = tl.load(p_table + 2 * (segments + 1) + tiles + part)
+        if n < 0:
+            return
+        first_part = tl.load(p_table + segments + 1 + n)
+        parts = tl.load(p_table + segments + 2 + n) - first_part
+        index = part - first_part
+        if PASS == TRANSITIONS:
+            if (index == parts - 1) | ((index == 0) & (block * VB >= V)):
+                return
+    n = n.to(tl.int64)
+    length = tl.load(p_length + n * length_s)
+    first = tl.load(p_first + n * first_s).to(tl.int64)
+    count = tile_count(length, C)
+    begin = count * index // parts
+    end = count * (index + 1) // parts
+    channels = tl.arange(0, K)
+    rows = block * VB + tl.arange(0, VB)
+
+    real = length >= 0
+    fresh = length < 0
+    read_slot = n
+    write_slot = n
+    if p_initial is not None:
+        if p_read is not None:
+            read_slot = tl.load(p_read + n * read_s).to(tl.int64)
+            real = real & usable(read_slot, initial_rows, pad_slot)
+        if p_has is not None:
+            fresh = tl.load(p_has + n * has_s) == 0
+    if p_final is not None:
+        if p_write is not None:
+            write_slot = tl.load(p_write + n * write_s).to(tl.int64)
+            real = real & usable(write_slot, final_rows, pad_slot)
+
+    state = tl.zeros([VB, K], tl.float32)
+    if p_initial is not None:
+        state = tl.load(
+            p_initial + _slot_offsets(read_slot, initial_s, head, rows, channels, K, V, V_FIRST),
+            mask=real & (fresh == 0) & (index == 0) & has_values,
+            other=0.0,
+        ).to(tl.float32)
+    carry_offset = rows[:, None] * K + channels[None, :]
+    p_carry = p_fp32 + carry_start.to(tl.int64) * 64
+    if PASS == RESUME:
+        before = (part - 1).to(tl.int64) * heads + head
+        state += tl.load(p_carry + before * (V * K) + carry_offset, mask=index > 0, other=0.0)
+    if PASS == TRANSITIONS:
+        state += tl.where((rows - V)[:, None] == channels[None, :], 1.0, 0.0)
+
+    records = record_start + (tl.load(p_table + n).to(tl.int64) * heads + head) * RECORD
+    p_rows_out = p_out + first * o_t + head * o_h
+    if p_checkpoint is not None:
+        at = tl.load(p_begin + n * begin_s)
+        at_end = tl.load(p_begin + (n + 1) * begin_s)
+        while begin < end:
+            stop = end
+            offset = tl.load(p_offset + at, mask=at < at_end, other=0)
+            while (at < at_end) & (offset <= begin * C):
+                at += 1
+                offset = tl.load(p_offset + at, mask=at < at_end, other=0)
+            if at < at_end:
+                stop = tl.minimum(end, (offset + C - 1) // C)
+            state = _advance(
+                state, p_bf16, p_fp16, p_fp32, p_rows_out, records, begin, stop, length, has_values, real, heads, o_t,
+                rows, K, V, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+            )  # fmt: skip
+            while (at < at_end) & (offset <= stop * C):
+                slot = tl.load(p_slot + at).to(tl.int64)
+                exact = (offset == stop * C) & (offset <= length)
+                tl.store(
+                    p_checkpoint + _slot_offsets(slot, checkpoint_s, head, rows, channels, K, V, V_FIRST),
+                    narrow(state, p_checkpoint.dtype.element_ty),
+                    mask=real & exact & usable(slot, checkpoint_rows, -1),
+                )
+                at += 1
+                offset = tl.load(p_offset + at, mask=at < at_end, other=0)
+            begin = stop
+    else:
+        state = _advance(
+            state, p_bf16, p_fp16, p_fp32, p_rows_out, records, begin, end, length, has_values, real, heads, o_t,
+            rows, K, V, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+        )  # fmt: skip
+
+    if PASS == TRANSITIONS:
+        here = part.to(tl.int64) * heads + head
+        if has_values:
+            tl.store(p_carry + here * (V * K) + carry_offset, state)
+        else:
+            p_transition = p_fp32 + transition_start.to(tl.int64) * 64 + here * (K * K)
+            tl.store(p_transition + (rows - V)[:, None] * K + channels[None, :], state)
+    else:
+        if p_final is not None:
+            tl.store(
+                p_final + _slot_offsets(write_slot, final_s, head, rows, channels, K, V, V_FIRST),
+                narrow(state, p_final.dtype.element_ty),
+                mask=real & (index == parts - 1),
+            )
+
+
+@triton.jit(do_not_specialize=["segments", "carry_start", "transition_start"])
+def compose_kernel(
+    p_table, p_fp32, segments, carry_start, transition_start, heads,
+    K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Link the parts of a segment: the carry of part p becomes the state after it, exactly. Grid (V / VB, HV, N)."""
+    n = tl.program_id(2)
+    head = tl.program_id(1).to(tl.int64)
+    first = tl.load(p_table + segments + 1 + n)
+    parts = tl.load(p_table + segments + 2 + n) - first
+    rows = tl.program_id(0) * VB + tl.arange(0, VB)
+    channels = tl.arange(0, K)
+    carry_offset = rows[:, None] * K + channels[None, :]
+    p_carry = p_fp32 + carry_start.to(tl.int64) * 64
+    p_transition = p_fp32 + transition_start.to(tl.int64) * 64
+    if parts > 2:
+        state = tl.load(p_carry + (first.to(tl.int64) * heads + head) * (V * K) + carry_offset)
+        for p in tl.range(1, trips(parts - 1), num_stages=STAGES):
+            here = (first + p).to(tl.int64) * heads + head
+            transition = tl.load(p_transition + here * (K * K) + channels[:, None] * K + channels[None, :])
+            own = tl.load(p_carry + here * (V * K) + carry_offset)
+            state = own + dot_fp32(state, transition, PRECISION)
+            tl.store(p_carry + here * (V * K) + carry_offset, state)

@@ -1,0 +1,59 @@
+"""The table of tiles and parts of a step, built on the device from the segment table in one small launch.
+
+Each segment's program counts what lies before it and writes its own entries, so that no other kernel has to look for
+its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | tile_segment [tiles] |
+part_segment [parts]; entries past the end are -1.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import trips
+
+
+@triton.jit
+def tile_count(length, C: tl.constexpr):
+    """Tiles of a segment; none for an empty one."""
+    return (length + C - 1) // C
+
+
+@triton.jit
+def part_count(tiles, part_tiles):
+    """Parts of a segment of `tiles` tiles; at least one, so that every state is passed on."""
+    return tl.maximum((tiles + part_tiles - 1) // part_tiles, 1)
+
+
+@triton.jit
+def _fill(p_target, begin, end, value, BLOCK: tl.constexpr):
+    for start in range(trips(begin), trips(end), BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        tl.store(p_target + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < end)
+
+
+@triton.jit(do_not_specialize=["segments", "tiles", "parts", "part_tiles"])
+def tiles_kernel(
+    p_length, p_table, length_s, segments, tiles, parts, part_tiles, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (N + 1): program n writes segment n's entries, the last one the ends."""
+    n = tl.program_id(0)
+    tile = n * 0
+    part = n * 0
+    for start in range(0, trips(n), BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        length = tl.load(p_length + index.to(tl.int64) * length_s, mask=index < n, other=0)
+        count = tile_count(length, C)
+        tile += tl.sum(count, 0)
+        part += tl.sum(tl.where(index < n, part_count(count, part_tiles), 0), 0)
+    tl.store(p_table + n, tile)
+    tl.store(p_table + segments + 1 + n, part)
+    p_tile_segment = p_table + 2 * (segments + 1)
+    p_part_segment = p_tile_segment + tiles
+    length = tl.load(p_length + n.to(tl.int64) * length_s, mask=n < segments, other=0)
+    count = tile_count(length, C)
+    is_end = n == segments
+    _fill(p_tile_segment, tile, tl.minimum(tl.where(is_end, tiles, tile + count), tiles), tl.where(is_end, -1, n), BLOCK)
+    part_end = tl.where(is_end, parts, part + part_count(count, part_tiles))
+    _fill(p_part_segment, part, tl.minimum(part_end, parts), tl.where(is_end, -1, n), BLOCK)
