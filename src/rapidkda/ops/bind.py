@@ -136,6 +136,17 @@ def segment_table(segments: object, tokens: int, device: torch.device, max_lengt
     return segments
 
 
+def gate_values(tokens: Tokens, segments: Segments) -> None:
+    """Debug mode only: a log decay given by the caller is never above 0 (a state that grows soon overflows)."""
+    if tokens.gate.kind != "log_decay" or not env.check_device_values():
+        return
+    first, length = segments.host_values()
+    for start, count in zip(first.tolist(), length.tolist(), strict=True):
+        here = tokens.g[start : start + count]
+        if (here > 0).any():
+            raise ValueError(f"g must be a log decay of at most 0, got {float(here.nan_to_num(0.0).max()):g}")
+
+
 def cu_seqlens_segments(cu_seqlens: Any, cu_seqlens_cpu: Any, tokens: int, device: torch.device) -> Segments:
     """Segments from cumulative lengths. Without a host twin the lengths are copied from the device once and kept."""
     checks.tensor("cu_seqlens", cu_seqlens)

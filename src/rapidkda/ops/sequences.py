@@ -56,8 +56,8 @@ def chunk_kda(
     Args:
         q, k: [B, T, H, K], bfloat16, float16 or float32.
         v: [B, T, HV, V], dtype of q; HV is a multiple of H and value head j reads q/k head j // (HV // H).
-        g: [B, T, HV, K], dtype of q or float32: log decay (natural log, <= 0), or raw gate logits with
-            `use_gate_in_kernel`.
+        g: [B, T, HV, K], dtype of q or float32: log decay (natural log, <= 0; a debug run checks it), or raw gate
+            logits with `use_gate_in_kernel`.
         beta: [B, T, HV], dtype of q or float32: write strength, or its logits with `use_beta_sigmoid_in_kernel`.
         scale: multiplies q; default K ** -0.5.
         initial_state: [N, HV, K, V] ([N, HV, V, K] with `state_v_first`), float32 or bfloat16; N = B, or the number
@@ -212,6 +212,7 @@ def _whole_sequences(
     backend: BackendLike,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     segments = sequences.segments
+    bind.gate_values(tokens, segments)
     initial = _initial_state(initial, tokens, segments, state_v_first)
     if _wants_grad(tokens, initial):
         if keep_intermediate:
@@ -259,6 +260,7 @@ def _one_token_sequences(
     backend: BackendLike,
 ) -> tuple[Tensor, Tensor | None]:
     segments = sequences.segments
+    bind.gate_values(tokens, segments)
     initial = _initial_state(initial, tokens, segments, state_v_first)
     pool = _state_like(tokens, segments.count, initial, state_v_first)  # the caller's state is not modified
     _ = pool.zero_() if initial is None else pool.copy_(initial)

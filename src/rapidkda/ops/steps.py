@@ -104,6 +104,7 @@ def prefill(
     if checkpoint_pool is not None:
         bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
     checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
+    bind.gate_values(tokens, segments)
     out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
     chosen = choose("prefill", tokens, state, backend, checkpoints is not None)
     workspace = bind.workspace(workspace, workspace_needed(chosen, "prefill", tokens, segments), device)
@@ -184,6 +185,7 @@ def decode(
     if read_slots is not None:
         bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
         bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+    bind.gate_values(tokens, segments)
     out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
     choose("decode", tokens, state, backend).decode(
         DecodeCall(
@@ -273,6 +275,7 @@ def verify(
         bind.slots("slots", slots, (segments.count,), "[N]", device)
     bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
     bind.accepted(accepted, segments.count, most, device)
+    bind.gate_values(tokens, segments)
     out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
     choose("verify", tokens, state, backend).verify(
         VerifyCall(

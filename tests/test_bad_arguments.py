@@ -1,0 +1,41 @@
+"""Every wrong call raises the right exception, names its argument and writes nothing; also under `python -O`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rapidkda
+from bad_arguments import CALLS, GOOD, BadCall, problem_with
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
+def test_bad_call_is_refused(call: BadCall) -> None:
+    problem = problem_with(call)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize("op", GOOD)
+def test_the_call_that_they_spoil_is_good(op: str) -> None:
+    function, good = GOOD[op]
+    function(**good())
+
+
+def test_there_are_enough_distinct_calls() -> None:
+    assert len({call.id for call in CALLS}) == len(CALLS) >= 60
+    operators = {function for function, _ in GOOD.values()}
+    public = {getattr(rapidkda, name) for name in rapidkda.__all__ if not isinstance(getattr(rapidkda, name), type)}
+    assert operators == public, "an operator has no bad calls"
+
+
+def test_checks_hold_without_asserts() -> None:
+    tests = Path(__file__).parent
+    command = [sys.executable, "-O", "-m", "bad_arguments"]
+    where = {**os.environ, "PYTHONPATH": str(Path(rapidkda.__file__).parents[1])}
+    result = subprocess.run(command, cwd=tests, env=where, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"{len(CALLS)} of {len(CALLS)} bad calls refused" in result.stdout
