@@ -71,7 +71,7 @@ class _Ranges(io.RawIOBase):
 def url(requirement: str) -> str:
     """Where pip would download the wheel of a requirement from."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
-    command += ["--only-binary=:all:", "--report", "-", requirement]
+    command += ["--only-binary=:all:", "--retries", "1", "--timeout", "20", "--report", "-", requirement]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

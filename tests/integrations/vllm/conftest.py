@@ -1,4 +1,4 @@
-"""A stand-in for vLLM on the import path: the names and signatures of a supported version, small enough to run here."""
+"""vLLM without vLLM: real sources of the supported versions to read, and stand-ins that can be imported and run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from rapidkda.integrations.vllm import plugin, post_import
-from rapidkda.integrations.vllm.contract import Text
+from rapidkda.integrations.vllm.contract import Members, Text
 from rapidkda.integrations.vllm.seams import SEAMS, Seam
 
+from .. import wheels
+
+SOURCES = "RAPIDKDA_VLLM_SOURCES"  # keep unpacked sources here between runs: <folder>/<version>/vllm/...
 STANDINS = Path(__file__).parent / "standins"
 FOLDERS = {"0.25.1": "v0_25", "0.33.0": "v0_33"}
 
@@ -48,3 +51,31 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     yield enter
     post_import.forget()
     forget_vllm()
+
+
+def modules(seam: Seam) -> set[str]:
+    """Every module that a seam names."""
+    named = {fact.module for fact in seam.facts}
+    named |= {module for fact in seam.facts if isinstance(fact, Members) for module, _ in fact.bases}
+    return named | {part.module for part in (*seam.layers, *seam.builders, *seam.refused)}
+
+
+@pytest.fixture(scope="module", params=sorted(SEAMS))
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def seam(version: str) -> Seam:
+    return SEAMS[version]
+
+
+@pytest.fixture(scope="module")
+def root(version: str, seam: Seam, request: pytest.FixtureRequest) -> Path:
+    """Unpacked sources of the version, or a skip that says why there are none."""
+    folder = wheels.cache_root(SOURCES, request.config) / version
+    names = [module.replace(".", "/") + suffix for module in modules(seam) for suffix in (".py", "/__init__.py")]
+    try:
+        return wheels.members(f"vllm=={version}", names, folder)
+    except wheels.Unavailable as reason:
+        pytest.skip(f"no sources of vLLM {version}: {reason}")

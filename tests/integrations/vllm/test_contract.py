@@ -20,39 +20,7 @@ from rapidkda.integrations.vllm.contract import (
     Text,
     differences,
 )
-from rapidkda.integrations.vllm.seams import SEAMS, Seam
-
-from .. import wheels
-
-SOURCES = "RAPIDKDA_VLLM_SOURCES"  # keep unpacked sources here between runs: <folder>/<version>/vllm/...
-
-
-def modules(seam: Seam) -> set[str]:
-    """Every module that a seam names."""
-    named = {fact.module for fact in seam.facts}
-    named |= {module for fact in seam.facts if isinstance(fact, Members) for module, _ in fact.bases}
-    return named | {part.module for part in (*seam.layers, *seam.builders, *seam.refused)}
-
-
-@pytest.fixture(scope="module", params=sorted(SEAMS))
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def seam(version: str) -> Seam:
-    return SEAMS[version]
-
-
-@pytest.fixture(scope="module")
-def root(version: str, seam: Seam, request: pytest.FixtureRequest) -> Path:
-    """Unpacked sources of the version, or a skip that says why there are none."""
-    folder = wheels.cache_root(SOURCES, request.config) / version
-    names = [module.replace(".", "/") + suffix for module in modules(seam) for suffix in (".py", "/__init__.py")]
-    try:
-        return wheels.members(f"vllm=={version}", names, folder)
-    except wheels.Unavailable as reason:
-        pytest.skip(f"no sources of vLLM {version}: {reason}")
+from rapidkda.integrations.vllm.seams import Seam
 
 
 def test_real_sources_agree_with_every_fact(version: str, seam: Seam, root: Path) -> None:

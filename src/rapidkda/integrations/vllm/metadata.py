@@ -68,6 +68,7 @@ def host_lengths(metadata: Any, query_start_loc_cpu: Tensor, num_draft_tokens_cp
     verified = num_draft_tokens_cpu.numpy() >= 0
     # Builders differ in whether requests without tokens stay in the other group. The verified ones are always a
     # superset of those with drafts, so equal counts mean equal sets.
+    first = np.where(length > 0, first, 0)  # as on the device, see _segments
     for others in (~verified, ~verified & (length > 0)):
         if np.count_nonzero(verified) == metadata.num_spec_decodes and np.count_nonzero(others) == count:
             return HostTables((first[others], length[others]), (first[verified], length[verified]))
@@ -110,13 +111,14 @@ def _segments(starts: Tensor, token_index: Tensor | None, longest: int, host: Ho
         token_index: [tokens of the group], each token's place in the step; None when the group is the whole step.
         longest: bound of the lengths, used when the host does not know them.
     """
-    first = starts[:-1]
+    first, length = starts[:-1], starts.diff()
     if token_index is not None:
-        # A request without tokens at the end starts past the index; where it starts does not matter.
-        first = token_index[first.clamp(max=token_index.shape[0] - 1).long()]
+        # A request without tokens has no place in the step, and at the end would start past the index: it starts at 0.
+        place = token_index[first.clamp(max=token_index.shape[0] - 1).long()]
+        first = torch.where(length > 0, place, 0)
     if host is not None:
         longest = int(host[1].max(initial=0))
-    return Segments(first.to(torch.int32), starts.diff().to(torch.int32), longest, host)
+    return Segments(first.to(torch.int32), length.to(torch.int32), longest, host)
 
 
 def _checkpoints(checkpoint: Any, count: int) -> Checkpoints | None:
