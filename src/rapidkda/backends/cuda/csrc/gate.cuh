@@ -2,7 +2,8 @@
 #pragma once
 #include "params.cuh"
 
-// What a lane needs to activate its two channels. Amplitudes are kept finite, so that 0 * amplitude is 0.
+// What a lane needs to activate its two channels. Amplitudes are kept finite and not zero, so that neither 0 nor -inf
+// times one is a NaN.
 struct GateChannels {
     float amplitude;     // -exp(A_log) log2(e)
     float bias0, bias1;
@@ -10,13 +11,14 @@ struct GateChannels {
 };
 
 constexpr float kMaxLogAmplitude = 80.f;
-// Decays below 2^-160 are zero in fp32 for any state; the clamp keeps prefix sums finite and precise.
-constexpr float kMinLog2Decay = -160.f;
+constexpr float kMinAmplitude = 1e-30f;
+// Smallest log2 decay of a token for unbounded gates, see intra_unbounded.cuh.
+constexpr float kMinLog2Decay = -26.f;
 
 DEVICE GateChannels gate_channels(const Params& p, int head, int channel) {
     GateChannels c;
     const float log_amplitude = p.A_log ? fminf(p.A_log[head], kMaxLogAmplitude) : 0.f;
-    c.amplitude = -exp2_approx(log_amplitude * kLog2E) * kLog2E;
+    c.amplitude = -fmaxf(exp2_approx(log_amplitude * kLog2E), kMinAmplitude) * kLog2E;
     c.bias0 = p.dt_bias ? p.dt_bias[head * 128 + channel] : 0.f;
     c.bias1 = p.dt_bias ? p.dt_bias[head * 128 + channel + 1] : 0.f;
     c.bound = p.lower_bound * kLog2E;

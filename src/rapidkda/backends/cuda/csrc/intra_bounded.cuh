@@ -4,69 +4,73 @@
 #pragma once
 #include "solve.cuh"
 
-constexpr float kShift = 56.f;         // s; a power of two, so that undoing it is exact
-constexpr float kUnshift = 0x1p-56f;
+struct BoundedGate {
+    static constexpr float shift = 56.f;  // s; its powers are exact, so undoing it is too
+    static constexpr float up = 0x1p56f, down = 0x1p-56f;
+};
 
-// Warp 0 of the group: L, scaled, into the scratch, and the solve. Warp 1: Aqk into the stage.
-// raw: raw q, k and (over g) the inverse-decayed keys, their halves kInverseHalf apart; rows: valid tokens; beta: of token
-// `lane` (warp 0, lane < 16).
+// This lane's two channels of the decayed tiles. decay: G + s of both channels [token][2]. Every half of the inverse tile
+// stays with one warp: it lies over g, which that warp has read.
+// kd_qd, kr, inverse: this lane's words of row 0 without the swizzle term; `word` is that term's seed.
+DEVICE void decay_bounded(const float* decay, const u32* keys, u32 raw_queries, u32 inverse, u32 kd, u32 kr, u32 word) {
+    const float end0 = exp2_approx(decay[30]), end1 = exp2_approx(decay[31]);
+    u32 queries[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) queries[t] = load_shared(raw_queries + t * 128 + (word ^ ((t & 7) << 4)));
+#pragma unroll
+    for (int t = 0; t < 16; t++) {
+        const u32 at = t * 128 + (word ^ ((t & 7) << 4));
+        const float e0 = exp2_approx(decay[2 * t]), e1 = exp2_approx(decay[2 * t + 1]);
+        const float k0 = low_bf16(keys[t]), k1 = high_bf16(keys[t]);
+        const float i0 = k0 * exp2_approx(-decay[2 * t]), i1 = k1 * exp2_approx(-decay[2 * t + 1]);
+        const u32 query = queries[t & 3];
+        if (t < 12) queries[t & 3] = load_shared(raw_queries + (t + 4) * 128 + (word ^ (((t + 4) & 7) << 4)));
+        store_shared(kd + at, pack_bf16(k0 * e0, k1 * e1));
+        store_shared(inverse + at, pack_bf16(i0, i1));
+        store_shared(kr + at, pack_bf16(i0 * end0, i1 * end1));
+        store_shared(kd + 2048 + at, pack_bf16(low_bf16(query) * e0, high_bf16(query) * e1));
+    }
+}
+
+// After both warps of the group. Warp 0: L, scaled, into the scratch, and the solve. Warp 1: Aqk into the stage.
+// inverse: inverse-decayed keys, halves kInverseHalf apart; beta: of token `lane` (warp 0, lane < 16).
 template <int kInverseHalf>
-DEVICE void intra_bounded(u32 raw, u32 stage, u32 scratch, int warp, int lane, int rows, float beta, bool l2norm,
-                          float scale) {
-    float norms[8] = {0, 0, 0, 0, 0, 0, 0, 0}, products[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    const u32 x_raw = raw + (warp == 0 ? 4096 : 0), decayed = stage + Stage::kd_qd + (warp == 0 ? 0 : 2048);
+DEVICE void multiply_bounded(u32 inverse, u32 stage, u32 scratch, int warp, int lane, float beta) {
+    float products[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    const u32 decayed = stage + Stage::kd_qd + (warp == 0 ? 0 : 2048);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        u32 x[4][4], a[4][4], b[4][4];
+        u32 a[4][4], b[4][4];
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            load_matrix(x[s], a_operand(x_raw + half * 2048, lane, s));
             load_matrix(a[s], a_operand(decayed + half * 4096, lane, s));
-            load_matrix(b[s], b_operand(raw + 8192 + half * kInverseHalf, lane, s));
+            load_matrix(b[s], b_operand(inverse + half * kInverseHalf, lane, s));
         }
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            square_step(norms, x[s]);
             mma(products, a[s], b[s][0], b[s][1]);
             mma(products + 4, a[s], b[s][2], b[s][3]);
         }
     }
-    const int g = lane >> 2, q = lane & 3;
-    if (on_diagonal(lane)) {
-        const float low = l2norm ? inverse_sqrt(diagonal_low(norms, lane) + 1e-6f) : 1.f;
-        const float high = l2norm ? inverse_sqrt(diagonal_high(norms, lane) + 1e-6f) : 1.f;
-        const float x = g < rows ? low * scale : 0.f, y = g + 8 < rows ? high * scale : 0.f;
-        const u32 to = stage + Stage::row_scale + warp * 64 + g * 4;
-        store_shared_float(to, x * kUnshift);
-        store_shared_float(to + 32, y * kUnshift);
-        if (warp == 0) {
-            store_shared_float(scratch + Scratch::key_scale + g * 4, x);
-            store_shared_float(scratch + Scratch::key_scale + g * 4 + 32, y);
-        }
-    }
-    if (warp == 1) {  // Aqk, lower triangle and diagonal, shifted like qd: the row scale undoes it
-        const u32 to = stage + Stage::intra + g * 16 + q * 4;
-        const int c = 2 * q;
-        constexpr float k = 0x1p56f;
-        store_shared(to, pack_bf16(g >= c ? k * products[0] : 0.f, g >= c + 1 ? k * products[1] : 0.f));
+    const int g = lane >> 2, c = 2 * (lane & 3);
+    if (warp == 1) {  // shifted like qd: the row scale undoes it
+        constexpr float k = BoundedGate::up;
+        const u32 to = stage + Stage::intra + g * 16 + c * 2;
+        store_shared(to, pack_bf16(lower(k * products[0], g, c), lower(k * products[1], g, c + 1)));
         store_shared(to + 128, pack_bf16(k * products[2], k * products[3]));
         store_shared(to + 256, 0u);
-        store_shared(to + 384, pack_bf16(g >= c ? k * products[6] : 0.f, g >= c + 1 ? k * products[7] : 0.f));
+        store_shared(to + 384, pack_bf16(lower(k * products[6], g, c), lower(k * products[7], g, c + 1)));
         return;
     }
-    __syncwarp();
-    const u32 scales = scratch + Scratch::key_scale;
-    const Pair column = load_shared_pair(scales + q * 8), column8 = load_shared_pair(scales + 32 + q * 8);
-    const float row = load_shared_float(scales + g * 4) * __shfl_sync(kAllLanes, beta, g);
-    const float row8 = load_shared_float(scales + 32 + g * 4) * __shfl_sync(kAllLanes, beta, g + 8);
-    const u32 to = lower_entry(scratch, g, 2 * q);
+    const LowerScales x = lower_scales(scratch, lane, beta);
+    const u32 to = lower_entry(scratch, g, c);
     constexpr int next = Scratch::lower_row;
-    store_shared_float(to, products[0] * row * column.x);
-    store_shared_float(to + next, products[1] * row * column.y);
-    store_shared_float(to + 32, products[2] * row8 * column.x);
-    store_shared_float(to + next + 32, products[3] * row8 * column.y);
-    store_shared_float(to + 8 * next + 32, products[6] * row8 * column8.x);
-    store_shared_float(to + 9 * next + 32, products[7] * row8 * column8.y);
+    store_shared_float(to, products[0] * x.row * x.column.x);
+    store_shared_float(to + next, products[1] * x.row * x.column.y);
+    store_shared_float(to + 32, products[2] * x.row8 * x.column.x);
+    store_shared_float(to + next + 32, products[3] * x.row8 * x.column.y);
+    store_shared_float(to + 8 * next + 32, products[6] * x.row8 * x.column8.x);
+    store_shared_float(to + 9 * next + 32, products[7] * x.row8 * x.column8.y);
     __syncwarp();
     solve_and_store(stage, scratch, lane, beta);
 }

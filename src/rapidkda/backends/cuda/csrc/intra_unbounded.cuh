@@ -1,116 +1,113 @@
-// Products within a chunk for any log decay. The lower triangle is cut in halves again and again: at level l, blocks of
-// 2^(l+1) tokens, rows are the later half and columns the earlier half of each block, and both are anchored at the last
-// token of the earlier half: k_i 2^(G_i - A) and k_j 2^(A - G_j). Every factor is at most 1, nothing overflows, what
-// underflows is zero in the product too, and row i depends on tokens up to i only. Four levels and the diagonal cover
-// the triangle.
-//
-// At each level a token is either a row or a column, so one 16-row tile carries the decayed keys of the row tokens at
-// their own places and the decayed queries of the row tokens at the places of their column partners (2^l earlier): eight
-// m16n8k16 products give the level's part of L and of Aqk. Each warp multiplies its own 64 channels; the sums meet in
-// shared memory.
+// Products within a chunk for any log decay. A decay below 2^-26 a token counts as 2^-26: what it multiplies is then below
+// the resolution of fp32 sums, and 8 tokens span no more than 208 in log2. So each half of the chunk has an anchor of its
+// own, at its start, as the bounded gate has one for 16 tokens: with P_t = G_t + s in the first half and
+// G_t - G_7 + s in the second,
+//   within a half          <x_i 2^(P_i), k_j 2^(-P_j)>
+//   rows 8.., columns ..7  <x_i 2^(P_i), k_j 2^(G_7 - G_j)>, every true factor at most 1, times 2^-s
+// The anchors lie before the rows that use them, so row i depends on tokens up to i only. Exponentials are as many as for
+// the bounded gate: the other factors follow by multiplication.
 #pragma once
 #include "solve.cuh"
 
-constexpr int kLevelColumns = 2048;  // a warp's tiles: A [16][128 B], then B [8][128 B]
-constexpr int kLevels = 4;
+struct UnboundedGate {
+    static constexpr float shift = 104.f;  // s: half of 8 * 26
+    static constexpr float up = 0x1p104f, down = 0x1p-104f;
+};
 
-// One level of this warp's channels; the 16 x 8 product goes to `parts` [level][entry of a lane][lane], fp32.
-// decay: prefix sums of log2 decays of two channels [token][2]; raw: this warp's half of the raw q tile, k 4096 behind it.
-template <int kLevel>
-DEVICE void run_level(u32 parts, u32 tiles, u32 raw, int lane, const float* decay) {
-    constexpr int half = 1 << kLevel;
-    const u32 word = lane * 4;
-    float products[4] = {0, 0, 0, 0};
+// This lane's two channels of the decayed tiles, as decay_bounded; decay: P. Raw q and k tiles, read for the last time
+// here, make room: rows 8..15 of k and of q, decayed from the anchor G_7, over raw q; k_j 2^(G_7 - G_j) over raw k.
+// end0, end1: decay of the whole chunk.
+DEVICE void decay_unbounded(const float* decay, u32 raw_queries, u32 inverse, u32 kd, u32 kr, u32 word, float& end0,
+                            float& end1) {
+    const u32 raw_keys = raw_queries + 4096;
+    const float middle0 = exp2_approx(decay[14]), middle1 = exp2_approx(decay[15]);  // 2^(G_7 + s)
+    const float last0 = exp2_approx(decay[30]), last1 = exp2_approx(decay[31]);      // 2^(G_15 - G_7 + s)
+    constexpr float down = UnboundedGate::down;
+    const float first_half0 = middle0 * down, first_half1 = middle1 * down;
+    const float second_half0 = last0 * down, second_half1 = last1 * down;
+    end0 = first_half0 * second_half0;
+    end1 = first_half1 * second_half1;
+    u32 queries[4], keys[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        queries[t] = load_shared(raw_queries + t * 128 + (word ^ ((t & 7) << 4)));
+        keys[t] = load_shared(raw_keys + t * 128 + (word ^ ((t & 7) << 4)));
+    }
 #pragma unroll
     for (int t = 0; t < 16; t++) {
-        const int anchor = (t >> (kLevel + 1) << (kLevel + 1)) + half - 1;
-        const bool row = t & half;
-        const float d0 = decay[2 * t] - decay[2 * anchor], d1 = decay[2 * t + 1] - decay[2 * anchor + 1];
-        const float e0 = exp2_approx(row ? d0 : -d0), e1 = exp2_approx(row ? d1 : -d1);
-        const u32 key_raw = load_shared(raw + 4096 + t * 128 + (word ^ ((t & 7) << 4)));
-        const u32 key = pack_bf16(low_bf16(key_raw) * e0, high_bf16(key_raw) * e1);
-        if (row) {
-            const int r = t - half;
-            const u32 query = load_shared(raw + t * 128 + (word ^ ((t & 7) << 4)));
-            store_shared(tiles + t * 128 + (word ^ ((t & 7) << 4)), key);
-            store_shared(tiles + r * 128 + (word ^ ((r & 7) << 4)),
-                         pack_bf16(low_bf16(query) * e0, high_bf16(query) * e1));
+        const u32 at = t * 128 + (word ^ ((t & 7) << 4));
+        const float k0 = low_bf16(keys[t & 3]), k1 = high_bf16(keys[t & 3]);
+        const float q0 = low_bf16(queries[t & 3]), q1 = high_bf16(queries[t & 3]);
+        if (t < 12) {
+            const u32 ahead = (t + 4) * 128 + (word ^ (((t + 4) & 7) << 4));
+            queries[t & 3] = load_shared(raw_queries + ahead);
+            keys[t & 3] = load_shared(raw_keys + ahead);
+        }
+        const float e0 = exp2_approx(decay[2 * t]), e1 = exp2_approx(decay[2 * t + 1]);
+        const float i0 = k0 * exp2_approx(-decay[2 * t]), i1 = k1 * exp2_approx(-decay[2 * t + 1]);
+        store_shared(inverse + at, pack_bf16(i0, i1));
+        if (t < 8) {
+            store_shared(kd + at, pack_bf16(k0 * e0, k1 * e1));
+            store_shared(kd + 2048 + at, pack_bf16(q0 * e0, q1 * e1));
+            const float m0 = i0 * middle0, m1 = i1 * middle1;
+            store_shared(raw_keys + at, pack_bf16(m0, m1));
+            store_shared(kr + at, pack_bf16(m0 * second_half0, m1 * second_half1));
         } else {
-            const int n = (t >> (kLevel + 1) << kLevel) | (t & (half - 1));
-            store_shared(tiles + kLevelColumns + n * 128 + (word ^ (n << 4)), key);
+            const float ke0 = k0 * e0, ke1 = k1 * e1, qe0 = q0 * e0, qe1 = q1 * e1;
+            store_shared(raw_queries + at - 1024, pack_bf16(ke0, ke1));
+            store_shared(raw_queries + at, pack_bf16(qe0, qe1));
+            store_shared(kd + at, pack_bf16(ke0 * first_half0, ke1 * first_half1));
+            store_shared(kd + 2048 + at, pack_bf16(qe0 * first_half0, qe1 * first_half1));
+            store_shared(kr + at, pack_bf16(i0 * last0, i1 * last1));
         }
     }
-    __syncwarp();
-#pragma unroll
-    for (int two = 0; two < 2; two++) {
-        u32 b[4], a0[4], a1[4];
-        load_matrix(b, b_operand_8rows(tiles + kLevelColumns, lane, two));
-        load_matrix(a0, a_operand(tiles, lane, 2 * two));
-        load_matrix(a1, a_operand(tiles, lane, 2 * two + 1));
-        mma(products, a0, b[0], b[1]);
-        mma(products, a1, b[2], b[3]);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; e++) store_shared_float(parts + (kLevel * 4 + e) * 128 + lane * 4, products[e]);
-    __syncwarp();
 }
 
-// The last phase, after both warps of the group left their parts. Warp 1: query scales and the diagonal of Aqk.
-// Warp 0: key scales; adds the two warps' parts; L and the rest of Aqk; the solve.
-DEVICE void intra_unbounded(u32 parts, u32 other_parts, u32 raw, u32 stage, u32 scratch, int warp, int lane,
-                            int rows, float beta, bool l2norm, float scale) {
-    float norms[8] = {0, 0, 0, 0, 0, 0, 0, 0}, diagonal[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    const u32 x_raw = raw + (warp == 0 ? 4096 : 0);
+// After both warps of the group, as multiply_bounded. Each 16-row operand is 8 rows of k over 8 rows of q, so both warps
+// compute the same three 16 x 8 products and keep the half that is theirs.
+template <int kInverseHalf>
+DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, int warp, int lane, float beta) {
+    float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0}, across[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            u32 x[4], y[4];
-            load_matrix(x, a_operand(x_raw + half * 2048, lane, s));
-            square_step(norms, x);
-            if (warp == 1) {
-                load_matrix(y, a_operand(raw + 4096 + half * 2048, lane, s));
-                mma(diagonal, x, y[0], y[2]);
-                mma(diagonal + 4, x, y[1], y[3]);
+        for (int two = 0; two < 2; two++) {
+            u32 b_first[4], b_second[4], b_across[4], a[2][4], a_second[2][4];
+            load_matrix(b_first, b_operand_8rows(inverse + half * kInverseHalf, lane, two));
+            load_matrix(b_second, b_operand_8rows(inverse + half * kInverseHalf + 1024, lane, two));
+            load_matrix(b_across, b_operand_8rows(raw + 4096 + half * 2048, lane, two));
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+                load_matrix(a[s], a_operand_split(stage + Stage::kd_qd + half * 4096, lane, 2 * two + s, 2048));
+                load_matrix(a_second[s], a_operand(raw + half * 2048, lane, 2 * two + s));
+            }
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+                mma(first, a[s], b_first[2 * s], b_first[2 * s + 1]);
+                mma(second, a_second[s], b_second[2 * s], b_second[2 * s + 1]);
+                mma(across, a_second[s], b_across[2 * s], b_across[2 * s + 1]);
             }
         }
-    const int g = lane >> 2;
-    if (on_diagonal(lane)) {
-        const float low = l2norm ? inverse_sqrt(diagonal_low(norms, lane) + 1e-6f) : 1.f;
-        const float high = l2norm ? inverse_sqrt(diagonal_high(norms, lane) + 1e-6f) : 1.f;
-        const float x = g < rows ? low * scale : 0.f, y = g + 8 < rows ? high * scale : 0.f;
-        store_shared_float(stage + Stage::row_scale + warp * 64 + g * 4, x);
-        store_shared_float(stage + Stage::row_scale + warp * 64 + g * 4 + 32, y);
-        if (warp == 0) {
-            store_shared_float(scratch + Scratch::key_scale + g * 4, x);
-            store_shared_float(scratch + Scratch::key_scale + g * 4 + 32, y);
-        } else {
-            const u32 to = stage + Stage::intra;
-            store_shared_low(to + small_matrix(g, g), pack_bf16(diagonal_low(diagonal, lane), 0.f));
-            store_shared_low(to + small_matrix(g + 8, g + 8), pack_bf16(diagonal_high(diagonal, lane), 0.f));
-        }
+    const int g = lane >> 2, c = 2 * (lane & 3);
+    if (warp == 1) {  // shifted like qd: the row scale undoes it
+        constexpr float k = UnboundedGate::up;
+        const u32 to = stage + Stage::intra + g * 16 + c * 2;
+        store_shared(to, pack_bf16(lower(k * first[2], g, c), lower(k * first[3], g, c + 1)));
+        store_shared(to + 128, pack_bf16(across[2], across[3]));
+        store_shared(to + 256, 0u);
+        store_shared(to + 384, pack_bf16(lower(k * second[2], g, c), lower(k * second[3], g, c + 1)));
+        return;
     }
-    if (warp == 1) return;
-    __syncwarp();
-#pragma unroll
-    for (int level = 0; level < kLevels; level++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const u32 at = (level * 4 + e) * 128 + lane * 4;
-            const float x = load_shared_float(parts + at) + load_shared_float(other_parts + at);
-            const int r = g + (e & 2) * 4, n = 2 * (lane & 3) + (e & 1);
-            const int j = ((n >> level) << (level + 1)) | (n & ((1 << level) - 1));
-            const bool is_key = (r >> level) & 1;
-            const int i = is_key ? r : r + (1 << level);
-            const float beta_i = __shfl_sync(kAllLanes, beta, i);
-            if ((i >> (level + 1)) != (j >> (level + 1))) continue;
-            if (is_key)
-                store_shared_float(lower_entry(scratch, i, j),
-                                   x * beta_i * load_shared_float(scratch + Scratch::key_scale + i * 4) *
-                                       load_shared_float(scratch + Scratch::key_scale + j * 4));
-            else
-                store_shared_low(stage + Stage::intra + small_matrix(i, j), pack_bf16(x, 0.f));
-        }
+    const LowerScales x = lower_scales(scratch, lane, beta);
+    const u32 to = lower_entry(scratch, g, c);
+    constexpr int next = Scratch::lower_row;
+    constexpr float down = UnboundedGate::down;
+    store_shared_float(to, first[0] * x.row * x.column.x);
+    store_shared_float(to + next, first[1] * x.row * x.column.y);
+    store_shared_float(to + 32, across[0] * down * x.row8 * x.column.x);
+    store_shared_float(to + next + 32, across[1] * down * x.row8 * x.column.y);
+    store_shared_float(to + 8 * next + 32, second[0] * x.row8 * x.column8.x);
+    store_shared_float(to + 9 * next + 32, second[1] * x.row8 * x.column8.y);
     __syncwarp();
     solve_and_store(stage, scratch, lane, beta);
 }

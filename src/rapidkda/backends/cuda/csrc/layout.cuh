@@ -46,7 +46,7 @@ struct Config {
 
     static constexpr int kGateTile = kGateFloat ? 8192 : 4096;
     static constexpr int kRaw = 8192 + kGateTile;  // q, k, g of one chunk
-    static constexpr int kScratch = 1344;          // of a producer group, see prepare.cuh
+    static constexpr int kScratch = 1408;          // of a producer group, see prepare.cuh
     static constexpr int kStaging = 512;           // of a consumer warp: its 16x16 output tile
 
     static constexpr int stages = 0;

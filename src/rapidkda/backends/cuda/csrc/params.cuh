@@ -8,7 +8,7 @@ enum Flags : u32 {
     kBetaFloat = 1u << 0,          // beta is fp32, else bf16
     kBetaLogits = 1u << 1,         // beta passes a sigmoid
     kL2Norm = 1u << 2,             // q and k are L2-normalised
-    kSoftplusGate = 1u << 3,       // unbounded kernels: softplus gate, else g is the log decay
+    kRawGate = 1u << 3,            // g passes its activation, else it is the log decay (unbounded kernels)
     kStateVFirst = 1u << 4,        // pools are [S, HV, V, K], else [S, HV, K, V]
     kInitialFloat = 1u << 5,       // dtype of `initial`: fp32, else bf16
     kFinalFloat = 1u << 6,         // dtype of `final`

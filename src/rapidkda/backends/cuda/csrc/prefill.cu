@@ -8,7 +8,7 @@
 #include "prepare.cuh"
 #include "recurrence.cuh"
 
-using Kernel = Config<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT>;
+using Kernel = PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT>;
 
 struct LaunchInfo {
     int threads, shared_bytes, cluster;
@@ -50,9 +50,6 @@ DEVICE void run(const Params& p) {
         barrier_init_fence();
         fence_async_proxy();
     }
-    if constexpr (!C::kBounded)  // the strict upper triangle of Aqk is never written
-        for (int x = thread; x < C::kStages * 128; x += C::kThreads)
-            store_shared(shared + C::stages + (x >> 7) * Stage::bytes + Stage::intra + (x & 127) * 4, 0u);
     __syncthreads();
     if constexpr (C::kCluster) cluster_barrier();
 

@@ -11,7 +11,13 @@
 #include "gate.cuh"
 #include "intra_bounded.cuh"
 #include "intra_unbounded.cuh"
+#include "row_scale.cuh"
 #include "work.cuh"
+
+template <Form kForm, bool kBounded, bool kGateFloat>
+struct PrefillConfig : Config<kForm, kBounded, kGateFloat> {
+    using Gate = typename Select<kBounded, BoundedGate, UnboundedGate>::Type;
+};
 
 // Bytes of V that the CTA `rank` needs of a chunk.
 template <class C>
@@ -46,16 +52,87 @@ DEVICE float load_beta(const Params& p, const Work& w, int row) {
     return load_element(p.beta, at, p.flags & kBetaFloat);
 }
 
+// Rows past the segment's end may hold anything, of another request or none: q and k become 0, g what decays by 1.
 template <class C>
-DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int lane, u32 rank) {
+DEVICE void blank_rows(u32 raw, int warp, int lane, int rows, bool raw_gate) {
+    const float g = raw_gate ? __int_as_float(0xff800000) : 0.f;  // -inf: closed gates forget nothing
+#pragma unroll 1
+    for (int t = rows; t < kChunk; t++) {
+        const u32 at = t * 128 + ((lane * 4) ^ ((t & 7) << 4)), own = raw + warp * 2048 + at;
+        store_shared(own, 0u);
+        store_shared(own + 4096, 0u);
+        if constexpr (C::kGateFloat) {
+            store_shared_float(raw + 8192 + warp * 4096 + at, g);
+            store_shared_float(raw + 8192 + warp * 4096 + 2048 + at, g);
+        } else {
+            store_shared(own + 8192, pack_bf16(g, g));
+        }
+    }
+    __syncwarp();
+}
+
+// Gate logits of this lane's two channels, [token][2].
+template <class C>
+DEVICE void load_logits(float* logits, u32 tile, int warp, int lane) {
+    if constexpr (C::kGateFloat) {
+        const u32 from = tile + warp * 4096 + (lane >> 4) * 2048;
+#pragma unroll
+        for (int t = 0; t < 16; t++) {
+            const Pair x = load_shared_pair(from + t * 128 + (((lane & 15) * 8) ^ ((t & 7) << 4)));
+            logits[2 * t] = x.x;
+            logits[2 * t + 1] = x.y;
+        }
+        __syncwarp();  // what this warp writes over g later lands where other lanes read
+    } else {
+        u32 words[16];
+#pragma unroll
+        for (int t = 0; t < 16; t++) words[t] = load_shared(tile + warp * 2048 + t * 128 + ((lane * 4) ^ ((t & 7) << 4)));
+#pragma unroll
+        for (int t = 0; t < 16; t++) {
+            logits[2 * t] = low_bf16(words[t]);
+            logits[2 * t + 1] = high_bf16(words[t]);
+        }
+    }
+}
+
+// In place: log2 decays, summed from each anchor (the chunk's start; for unbounded gates also its middle), plus the shift.
+template <class C>
+DEVICE void accumulate_decays(float* x, const GateChannels& gate, bool raw_gate) {
+    if constexpr (C::kBounded) {
+#pragma unroll
+        for (int t = 0; t < 16; t++) {
+            x[2 * t] = bounded_fraction(x[2 * t], gate.bias0, gate.amplitude);
+            x[2 * t + 1] = bounded_fraction(x[2 * t + 1], gate.bias1, gate.amplitude);
+        }
+    } else if (raw_gate) {
+#pragma unroll
+        for (int t = 0; t < 16; t++) {
+            x[2 * t] = softplus_log2_decay(x[2 * t], gate.bias0, gate.amplitude);
+            x[2 * t + 1] = softplus_log2_decay(x[2 * t + 1], gate.bias1, gate.amplitude);
+        }
+    } else {
+#pragma unroll
+        for (int t = 0; t < 32; t++) x[t] = fmaxf(x[t] * kLog2E, kMinLog2Decay);
+    }
+    float sum0 = C::Gate::shift, sum1 = sum0;
+#pragma unroll
+    for (int t = 0; t < 16; t++) {
+        if (!C::kBounded && t == 8) sum0 = sum1 = C::Gate::shift;
+        sum0 = C::kBounded ? fmaf(x[2 * t], gate.bound, sum0) : sum0 + x[2 * t];
+        sum1 = C::kBounded ? fmaf(x[2 * t + 1], gate.bound, sum1) : sum1 + x[2 * t + 1];
+        x[2 * t] = sum0;
+        x[2 * t + 1] = sum1;
+    }
+}
+
+template <class C>
+DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank) {
     const int group = warp_index >> 1, warp = warp_index & 1;
     const int query_head = w.head / p.group, n = w.chunks;
     constexpr int kStep = C::kGroups * (C::kCluster ? 2 : 1);  // chunks between two of this group
     const int first = C::kCluster ? 2 * group + rank : group;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
-    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 2 * lane);
-    const bool l2norm = p.flags & kL2Norm;
-    const float row_factor = warp == 0 ? 1.f : p.scale;
+    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 2 * this_lane);
     const int id = 1 + group;  // named barrier of this group
 
     auto raw_slot = [&](int slot) { return shared + C::raw + (group * C::kSlots + slot) * C::kRaw; };
@@ -68,13 +145,16 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
         copy_tile(to + 8192, &p.g, token, 0, w.head, bar);
     };
-    if (warp == 0 && lane == 0)
+    if (warp == 0 && this_lane == 0)
         for (int slot = 0; slot < C::kSlots; slot++)
             if (first + slot * kStep < n) load_raw(first + slot * kStep, slot);
-    float beta_ahead = warp == 0 && lane < 16 ? load_beta(p, w, first * kChunk + lane) : 0.f;
+    float beta_ahead = warp == 0 && this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0.f;
 
-    const u32 own = warp * 2048 + lane * 4;  // this lane's word of row 0 in a bf16 tile
+    const u32 own = warp * 2048;  // this warp's half of a bf16 tile
+    using Gate = typename C::Gate;
     for (int i = first; i < n; i += kStep) {
+        const int lane = opaque(this_lane);
+        const u32 word = lane * 4;  // of a row
         const int turn = i / kStep, slot = turn % C::kSlots, stage_index = i % C::kStages;
         const u32 raw = raw_slot(slot), stage = shared + C::stages + stage_index * Stage::bytes;
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
@@ -86,110 +166,41 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             if (lane >= rows) beta = 0.f;
         }
         barrier_wait(raw_barrier(slot), (turn / C::kSlots) & 1);
+        if (rows < kChunk) blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
+        write_row_scales(scratch + Scratch::key_scale + warp * 64, raw + (warp == 0 ? 4096 : 0), lane, rows,
+                         p.flags & kL2Norm, warp == 0 ? 1.f : p.scale);
 
-        if (rows < kChunk)  // rows past the end may hold anything, of another request or none
-            for (int t = rows; t < kChunk; t++) {
-                const u32 at = raw + t * 128 + (own ^ ((t & 7) << 4));
-                store_shared(at, 0u);
-                store_shared(at + 4096, 0u);
-            }
-
-        float decay[32];  // of this lane's two channels: fractions of the bound or log2 decays, then their prefix sums
-        u32 keys[16];
-        if constexpr (C::kGateFloat) {
-            const u32 from = raw + 8192 + warp * 4096 + (lane >> 4) * 2048;
-#pragma unroll
-            for (int t = 0; t < 16; t++) {
-                const Pair x = load_shared_pair(from + t * 128 + (((lane & 15) * 8) ^ ((t & 7) << 4)));
-                decay[2 * t] = x.x;
-                decay[2 * t + 1] = x.y;
-            }
-            __syncwarp();  // what this warp writes over g later lands where other lanes read
-        } else {
-#pragma unroll
-            for (int t = 0; t < 16; t++) keys[t] = load_shared(raw + 8192 + t * 128 + (own ^ ((t & 7) << 4)));
-#pragma unroll
-            for (int t = 0; t < 16; t++) {
-                decay[2 * t] = low_bf16(keys[t]);
-                decay[2 * t + 1] = high_bf16(keys[t]);
-            }
-        }
-        if constexpr (C::kBounded) {
-#pragma unroll
-            for (int t = 0; t < 16; t++) {
-                decay[2 * t] = bounded_fraction(decay[2 * t], gate.bias0, gate.amplitude);
-                decay[2 * t + 1] = bounded_fraction(decay[2 * t + 1], gate.bias1, gate.amplitude);
-            }
-        } else if (p.flags & kSoftplusGate) {
-#pragma unroll
-            for (int t = 0; t < 16; t++) {
-                decay[2 * t] = softplus_log2_decay(decay[2 * t], gate.bias0, gate.amplitude);
-                decay[2 * t + 1] = softplus_log2_decay(decay[2 * t + 1], gate.bias1, gate.amplitude);
-            }
-        } else {
-#pragma unroll
-            for (int t = 0; t < 32; t++) decay[t] = fmaxf(decay[t] * kLog2E, kMinLog2Decay);
-        }
-        if constexpr (C::kBounded) {
-#pragma unroll
-            for (int t = 0; t < 16; t++) keys[t] = load_shared(raw + 4096 + t * 128 + (own ^ ((t & 7) << 4)));
-        }
-        if (rows < kChunk) {
-#pragma unroll
-            for (int t = 0; t < 16; t++)
-                if (t >= rows) decay[2 * t] = decay[2 * t + 1] = 0.f;
-        }
-        float sum0 = C::kBounded ? kShift : 0.f, sum1 = sum0;
-#pragma unroll
-        for (int t = 0; t < 16; t++) {
-            sum0 = C::kBounded ? fmaf(decay[2 * t], gate.bound, sum0) : sum0 + decay[2 * t];
-            sum1 = C::kBounded ? fmaf(decay[2 * t + 1], gate.bound, sum1) : sum1 + decay[2 * t + 1];
-            decay[2 * t] = sum0;
-            decay[2 * t + 1] = sum1;
-        }
+        float decay[32];  // of this lane's two channels: logits, then prefix sums of log2 decays from their anchor
+        load_logits<C>(decay, raw + 8192, warp, lane);
+        accumulate_decays<C>(decay, gate, p.flags & kRawGate);
 
         barrier_wait(empty, ((i / C::kStages) & 1) ^ 1);
         if (warp == 0 && lane == 0) load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
-        const float end0 = exp2_approx(sum0), end1 = exp2_approx(sum1);
-        constexpr float unshift = C::kBounded ? kUnshift : 1.f;
-        store_shared_pair(stage + Stage::decay + (lane & 3) * Stage::decay_row + (8 * warp + (lane >> 2)) * 8,
-                          end0 * unshift, end1 * unshift);
-        const u32 parts = raw + 8192;  // each warp's sums of products, over its half of g
-        if constexpr (!C::kBounded) {
-            const u32 tiles = stage + Stage::kd_qd + warp * 4096;  // until kd and qd take their place
-            const u32 own_raw = raw + warp * 2048, own_parts = parts + warp * (C::kGateTile / 2);
-            run_level<3>(own_parts, tiles, own_raw, lane, decay);
-            run_level<2>(own_parts, tiles, own_raw, lane, decay);
-            run_level<1>(own_parts, tiles, own_raw, lane, decay);
-            run_level<0>(own_parts, tiles, own_raw, lane, decay);
-        }
-#pragma unroll
-        for (int t = 0; t < 16; t++) {
-            const u32 at = t * 128 + (own ^ ((t & 7) << 4)), wide = at + warp * 2048;  // kd|qd halves are 4096 apart
-            const u32 query = load_shared(raw + at);
-            const float g0 = decay[2 * t], g1 = decay[2 * t + 1];
-            const float e0 = exp2_approx(g0), e1 = exp2_approx(g1);
-            const u32 key = C::kBounded ? keys[t] : load_shared(raw + 4096 + at);
-            const float k0 = low_bf16(key), k1 = high_bf16(key);
-            store_shared(stage + Stage::kd_qd + wide, pack_bf16(k0 * e0, k1 * e1));
-            if constexpr (C::kBounded) {
-                const float i0 = k0 * exp2_approx(-g0), i1 = k1 * exp2_approx(-g1);
-                // Over g, which this warp no longer needs: each warp stays within its own half.
-                store_shared(raw + 8192 + at + warp * (C::kGateTile / 2 - 2048), pack_bf16(i0, i1));
-                store_shared(stage + Stage::kr + at, pack_bf16(i0 * end0, i1 * end1));
-            } else {
-                store_shared(stage + Stage::kr + at, pack_bf16(k0 * exp2_approx(sum0 - g0), k1 * exp2_approx(sum1 - g1)));
-            }
-            store_shared(stage + Stage::kd_qd + 2048 + wide, pack_bf16(low_bf16(query) * e0, high_bf16(query) * e1));
-        }
+        if (lane < 16)
+            store_shared_float(stage + Stage::row_scale + warp * 64 + lane * 4,
+                               load_shared_float(scratch + Scratch::key_scale + warp * 64 + lane * 4) * Gate::down);
+        const u32 inverse = raw + 8192;
+        const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
+        const u32 own_kd = stage + Stage::kd_qd + 2 * own, own_kr = stage + Stage::kr + own;
+        float end0, end1;
         if constexpr (C::kBounded) {
-            named_barrier(id, 64);
-            intra_bounded<C::kGateTile / 2>(raw, stage, scratch, warp, lane, rows, beta, l2norm, row_factor);
+            u32 keys[16];
+#pragma unroll
+            for (int t = 0; t < 16; t++) keys[t] = load_shared(raw + 4096 + own + t * 128 + (word ^ ((t & 7) << 4)));
+            end0 = exp2_approx(decay[30]) * Gate::down;
+            end1 = exp2_approx(decay[31]) * Gate::down;
+            decay_bounded(decay, keys, raw + own, own_inverse, own_kd, own_kr, word);
         } else {
-            named_barrier(id, 64);
-            intra_unbounded(parts, parts + C::kGateTile / 2, raw, stage, scratch, warp, lane, rows, beta, l2norm,
-                            row_factor);
+            named_barrier(id, 64);  // both warps have read the raw tiles for their scales
+            decay_unbounded(decay, raw + own, own_inverse, own_kd, own_kr, word, end0, end1);
         }
+        store_shared_pair(stage + Stage::decay + (lane & 3) * Stage::decay_row + (8 * warp + (lane >> 2)) * 8, end0,
+                          end1);
+        named_barrier(id, 64);
+        if constexpr (C::kBounded)
+            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, warp, lane, beta);
+        else
+            multiply_unbounded<C::kGateTile / 2>(raw, inverse, stage, scratch, warp, lane, beta);
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) barrier_arrive(full);

@@ -84,7 +84,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                warp * 16 + (lane >> 4) * 8;
 
     float products[16];  // [W 8 | O 8]
-    u32 u[4], intra[4], output[4];
+    u32 u[4], u_low[4], intra[4], output[4];
     Pair query_scale, query_scale8;
 
     // The next 16 rows of the output, transposed through this warp's staging, 16 bytes a lane; `rows` of them exist.
@@ -158,20 +158,27 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         mma(rest, low, inverse[0], inverse[1]);
         mma(rest + 4, low, inverse[2], inverse[3]);
 #pragma unroll
-        for (int t = 0; t < 4; t++) u[t] = pack_bf16(exact[2 * t] + rest[2 * t], exact[2 * t + 1] + rest[2 * t + 1]);
+        for (int t = 0; t < 4; t++) {
+            const float x = exact[2 * t] + rest[2 * t], y = exact[2 * t + 1] + rest[2 * t + 1];
+            u[t] = pack_bf16(x, y);
+            u_low[t] = pack_bf16(x - low_bf16(u[t]), y - high_bf16(u[t]));
+        }
     };
 
-    if (n > 0) front(0);
-    for (int i = 0; i < n; i++) {
+    auto back = [&](int i) {
         const int stage_index = i % C::kStages;
         const u32 stage = shared + C::stages + stage_index * Stage::bytes;
         wgmma_fence();
-        wgmma_n128(state, u, swizzled_tile(stage + Stage::kr, 2048, 1024));
+        const u64 kr = swizzled_tile(stage + Stage::kr, 2048, 1024);
+        wgmma_n128(state, u, kr);
+        wgmma_n128(state, u_low, kr);
         wgmma_commit();
         if constexpr (C::kOutputs) {
             float* o = products + 8;
             mma(o, u, intra[0], intra[1]);
             mma(o + 4, u, intra[2], intra[3]);
+            mma(o, u_low, intra[0], intra[1]);
+            mma(o + 4, u_low, intra[2], intra[3]);
             output[0] = pack_bf16(o[0] * query_scale.x, o[1] * query_scale.y);
             output[1] = pack_bf16(o[2] * query_scale.x, o[3] * query_scale.y);
             output[2] = pack_bf16(o[4] * query_scale8.x, o[5] * query_scale8.y);
@@ -182,7 +189,17 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             barrier_arrive(shared + C::empty + 8 * stage_index);
             if constexpr (C::kCluster) barrier_arrive_remote(shared + C::empty + 8 * stage_index, rank ^ 1);
         }
-        if (C::kOutputs && i == checkpoint_chunk) {  // rare: the branch keeps the state in its registers
+    };
+
+    // Runs of chunks between checkpoints: the inner loop knows nothing of them.
+    for (int i = 0; i < n;) {
+        const int end = checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
+        front(i);
+        for (; i < end; i++) {
+            back(i);
+            if (i + 1 < end) front(i + 1);
+        }
+        if (C::kOutputs && checkpoint_chunk >= 0 && i == checkpoint_chunk + 1) {
             const int slot = p.checkpoint_slot[checkpoint];
             if (slot >= 0 && slot < p.checkpoint_rows)
                 store_state(state, p.checkpoint_pool, slot * p.checkpoint_stride + head_offset(), row, column,
@@ -190,7 +207,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             checkpoint++;
             find_checkpoint();
         }
-        if (i + 1 < n) front(i + 1);
     }
     if constexpr (C::kOutputs)
         if (n > 0) store_output(w.rows - (n - 1) * kChunk);

@@ -9,6 +9,15 @@ using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
 
+template <bool kFirst, class A, class B>
+struct Select {
+    using Type = A;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+    using Type = B;
+};
+
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr u32 kAllLanes = 0xffffffffu;
@@ -44,6 +53,13 @@ DEVICE u32 pack_bf16(float low, float high) {
 DEVICE float low_bf16(u32 word) { return __uint_as_float(word << 16); }
 DEVICE float high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
 DEVICE float load_bf16(const void* p) { return __uint_as_float(static_cast<u32>(*static_cast<const u16*>(p)) << 16); }
+
+// The same value, of which the compiler knows nothing: what is computed from it inside a loop is not hoisted out of it,
+// where it would live in registers that the loop does not have.
+DEVICE int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 struct alignas(8) Pair {
     float x, y;

@@ -8,10 +8,24 @@
 struct Scratch {
     static constexpr int lower = 0;  // L^T fp32, [j][i], rows padded to 20 floats; only i > j is read
     static constexpr int lower_row = 80;
-    static constexpr int key_scale = 1280;       // 1 / |k_i| fp32 [16]; 0 past the segment's end
+    static constexpr int key_scale = 1280;  // fp32 [16] of k, then of q (row_scale.cuh)
+    static constexpr int query_scale = 1344;
 };
 
 DEVICE u32 lower_entry(u32 scratch, int i, int j) { return scratch + Scratch::lower + j * Scratch::lower_row + i * 4; }
+
+// The scales that turn raw products <k_i, k_j> into L: rows g and g + 8 (times beta), columns 2q, 2q + 1 and 8 + those.
+struct LowerScales {
+    float row, row8;
+    Pair column, column8;
+};
+DEVICE LowerScales lower_scales(u32 scratch, int lane, float beta) {
+    const int g = lane >> 2, q = lane & 3;
+    const u32 scales = scratch + Scratch::key_scale;
+    return LowerScales{load_shared_float(scales + g * 4) * __shfl_sync(kAllLanes, beta, g),
+                       load_shared_float(scales + 32 + g * 4) * __shfl_sync(kAllLanes, beta, g + 8),
+                       load_shared_pair(scales + q * 8), load_shared_pair(scales + 32 + q * 8)};
+}
 
 // Lane j < 16 computes column j and writes Diag(key scale) (I + L)^-1 Diag(beta), as a high and a low bf16 part: the
 // consumers multiply raw keys, so the rows carry their scale.

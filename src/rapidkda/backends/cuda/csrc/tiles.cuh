@@ -16,19 +16,18 @@ DEVICE u32 b_operand(u32 half, int lane, int step) {
     const u32 row = (lane >> 4) * 8 + (lane & 7), piece = 2 * step + ((lane >> 3) & 1);
     return half + row * 128 + ((piece ^ (row & 7)) << 4);
 }
+// As a_operand, with rows 8..15 of the operand `second` bytes behind rows 0..7.
+DEVICE u32 a_operand_split(u32 half, int lane, int step, u32 second) {
+    const u32 row = lane & 7, piece = 2 * step + (lane >> 4);
+    return half + ((lane >> 3) & 1) * second + row * 128 + ((piece ^ row) << 4);
+}
 DEVICE u32 b_operand_8rows(u32 half, int lane, int two_steps) {
     const u32 row = lane & 7, piece = 4 * two_steps + (lane >> 3);
     return half + row * 128 + ((piece ^ row) << 4);
 }
 
-// Diagonal of x x^T: every lane with lane % 4 == lane / 8 holds rows lane / 4 and lane / 4 + 8 (see diagonal_low/high).
-DEVICE void square_step(float* norms, const u32* x) {
-    mma(norms, x, x[0], x[2]);
-    mma(norms + 4, x, x[1], x[3]);
-}
-DEVICE bool on_diagonal(int lane) { return (lane & 3) == (lane >> 3); }
-DEVICE float diagonal_low(const float* products, int lane) { return (lane >> 2) & 1 ? products[1] : products[0]; }
-DEVICE float diagonal_high(const float* products, int lane) { return (lane >> 2) & 1 ? products[7] : products[6]; }
-
 // Byte offset of element (row, column) in a 16 x 16 bf16 matrix [2 column halves][16][8].
 DEVICE u32 small_matrix(int row, int column) { return (column >> 3) * 256 + row * 16 + (column & 7) * 2; }
+
+// x where row >= column (inclusive) or row > column.
+DEVICE float lower(float x, int row, int column) { return row >= column ? x : 0.f; }

@@ -16,7 +16,7 @@ class Flags:
     BETA_FLOAT = 1 << 0
     BETA_LOGITS = 1 << 1
     L2_NORM = 1 << 2
-    SOFTPLUS_GATE = 1 << 3
+    RAW_GATE = 1 << 3
     STATE_V_FIRST = 1 << 4
     INITIAL_FLOAT = 1 << 5
     FINAL_FLOAT = 1 << 6

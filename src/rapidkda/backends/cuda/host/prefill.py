@@ -114,7 +114,7 @@ def _params(call: PrefillCall) -> tuple[Params, list[Tensor]]:
         (tokens.beta.dtype is torch.float32, Flags.BETA_FLOAT),
         (tokens.beta_logits, Flags.BETA_LOGITS),
         (tokens.l2norm, Flags.L2_NORM),
-        (gate == "softplus", Flags.SOFTPLUS_GATE),
+        (gate != "log_decay", Flags.RAW_GATE),
         (call.state_v_first, Flags.STATE_V_FIRST),
     ):
         if condition:
