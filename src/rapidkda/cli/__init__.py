@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..errors import BackendUnavailable, ConfigConflict
-from . import bench, demo, doctor, verify
+from . import bench, compile, demo, doctor, verify
 from .console import UserError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # the base of every complaint about arguments
@@ -22,6 +22,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("verify")(verify.verify)
+app.command("compile")(compile.compile_kernels)
 app.add_typer(bench.app, name="bench")
 
 
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except USAGE_ERROR as error:
         sys.exit(_refuse(error.format_message() if hasattr(error, "format_message") else str(error)))
     except (UserError, BackendUnavailable, ConfigConflict) as error:
-        sys.exit(_refuse("; ".join(line.strip() for line in str(error).splitlines())))
+        first, *reasons = str(error).splitlines()
+        sys.exit(_refuse(" ".join([first, "; ".join(reason.strip() for reason in reasons)]).strip()))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)

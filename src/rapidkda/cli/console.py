@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..dispatch import AUTO, check_name
 
-WIDTH_WHEN_PIPED = 120  # tables must not be cut to 80 columns in a log
+WIDTH_WHEN_PIPED = 132  # tables must not be cut to 80 columns in a log
 
 
 class UserError(Exception):

@@ -78,6 +78,7 @@ def _complaint(name: str) -> str | None:
     known: dict[str, Callable[[], object]] = {
         "RAPIDKDA_CHECK": env.check_device_values,
         "RAPIDKDA_CACHE_DIR": env.cache_dir,
+        env.VLLM_SWITCH: env.vllm_prefill,
         env.PREFILL_BACKEND: lambda: _known_backend(env.PREFILL_BACKEND),
         env.DECODE_BACKEND: lambda: _known_backend(env.DECODE_BACKEND),
     }

@@ -150,7 +150,7 @@ def _table(checks: list[tuple[str, Check]], details: bool) -> Table:
     title = "relative error against float64 / its bar, worst sequence and head"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("backend", "operator", "dtype", "regime", "shape" if details else "worst shape"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=True)
     for column in ("outputs", "states", "checks", "verdict"):
         table.add_column(column, justify="right", no_wrap=True)
     groups: dict[tuple[str, ...], list[Check]] = {}

@@ -1,0 +1,87 @@
+"""Measurements on a CPU: every field is filled, results are checked, and a wrong result is not reported as a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rapidkda import ops
+from rapidkda.bench import cpu, steps
+from rapidkda.bench.timing import Settings
+from rapidkda.problem import Op
+from rapidkda.testing import Shape, decode_shape
+
+CPU = torch.device("cpu")
+FEW = Settings(rounds=2, replays=1)
+
+
+def plan(op: Op, shape: Shape, *, replay: bool = True, regimes: tuple[str, ...] = ("slow",)) -> steps.Plan:
+    return steps.Plan(op, (shape,), regimes, ("torch",), (), CPU, settings=FEW, replay=replay)
+
+
+def test_cpu_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(cpu, "PREFILL", Shape("short", (130,), 2))
+    settings = cpu.Settings(rounds=3, calls=1)
+    rows = cpu.rows("cpu_prefill", "slow", settings) + cpu.rows("cpu_decode", "fast", settings)
+    impls = [cpu.OURS, cpu.CHUNK, cpu.RECURRENT, cpu.OURS, cpu.RECURRENT]
+    assert [row.impl for row in rows] == impls
+    for row in rows:
+        assert 0 < row.us_min <= row.us <= row.us_max
+        assert row.err_out is not None
+        assert row.err_state is not None
+        assert row.err_out < 1e-4, "the peer does not compute the same function"
+        assert row.err_state < 1e-4
+
+
+def test_cpu_rows_refuse_to_time_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    right = ops.decode
+    monkeypatch.setattr(ops, "decode", lambda *args, **options: right(*args, **options).mul_(1.01))
+    with pytest.raises(RuntimeError, match="above the bars"):
+        cpu.rows("cpu_decode", "slow", cpu.Settings(rounds=1))
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "replay"),
+    [
+        ("prefill", Shape("ragged", (70, 3, 0, 33), 2), True),
+        ("decode", decode_shape(5, 2), True),
+        ("verify", decode_shape(4, 2, 3), True),
+        ("verify", decode_shape(4, 2, 3), False),
+    ],
+)
+def test_steps_are_right_in_both_gates(op: Op, shape: Shape, replay: bool) -> None:
+    measured = steps.measure(plan(op, shape, replay=replay, regimes=("slow", "unbounded")), lambda line: None)
+    assert measured.missed == []
+    assert [row.regime for row in measured.rows] == ["slow", "unbounded"]
+    for row in measured.rows:
+        assert (row.bench, row.shape, row.impl) == (op, shape.name, "torch")
+        assert row.us > 0
+        assert row.err_out is not None
+        assert 1e-5 < row.err_out < 5e-3, "bfloat16 outputs err by their rounding"
+        assert row.err_state is not None
+        assert math.isfinite(row.err_state)
+
+
+def test_steps_report_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.prefill
+    monkeypatch.setattr(ops, "prefill", lambda *args, **options: right(*args, **options).mul_(1.02))
+    measured = steps.measure(plan("prefill", Shape("one", (40,), 2)), lambda line: None)
+    assert len(measured.missed) == 1
+    assert "torch one slow" in measured.missed[0]
+
+
+def test_steps_report_what_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "prefill", lambda *args, **options: options["out"])
+    measured = steps.measure(plan("prefill", Shape("one", (40,), 2)), lambda line: None)
+    assert measured.rows[0].err_out == float("inf")
+    assert len(measured.missed) == 1
+
+
+def test_io_bytes() -> None:
+    # 8 x 2048 tokens, 16 heads x 128, bf16: q, k, v, g, o and beta once; 8 x 16 float32 states read and written
+    tokens, states = 8 * 2048 * 16 * (5 * 128 + 1) * 2, 2 * 8 * 16 * 128 * 128 * 4
+    assert steps.io_bytes(Shape("8x2048_h16", (2048,) * 8, 16), torch.bfloat16) == tokens + states
