@@ -139,7 +139,9 @@ def test_a_split_prompt_continues(splits: list[int]) -> None:
     assert relative_error(pool, states.double()) < 2e-6
 
 
-def test_many_short_segments_take_several_groups() -> None:
+@pytest.mark.parametrize("block", [1, prefill.CPU_BLOCK])
+def test_many_short_segments_take_several_groups(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "CPU_BLOCK", block)
     lens = [1 + n % 37 for n in range(90)]
     inputs = activated(lens, -0.05, heads=2, key_dim=16, value_dim=8, gaps=True)
     assert_accurate(inputs, *run(inputs))
@@ -165,7 +167,11 @@ def differentiable(dtype: torch.dtype, kind: str) -> tuple[list[Tensor], object]
 
 
 @pytest.mark.parametrize("kind", ["bounded", "softplus"])
-def test_gradients(kind: str) -> None:
+@pytest.mark.parametrize("small", [False, True], ids=["one_block", "many_blocks_and_groups"])
+def test_gradients(kind: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if small:
+        monkeypatch.setattr(prefill, "CPU_BLOCK", 1)
+        monkeypatch.setattr(prefill, "CPU_STATES", 1)
     leaves, ours = differentiable(torch.float64, kind)
     assert torch.autograd.gradcheck(ours, leaves, atol=1e-6)
 

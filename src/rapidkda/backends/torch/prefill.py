@@ -7,13 +7,13 @@ that temporaries stay within a cache whatever the length.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ...problem import PrefillCall, Tokens
 from ...segments import Checkpoints, Segments
@@ -85,17 +85,15 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def load(tokens: Tokens, block: Block, scratch: Scratch) -> chunk.Step:
-    """Gather, activate and prepare the chunks of a block."""
+def load(tokens: Tokens, block: Block, source: slice | Tensor, scratch: Scratch) -> chunk.Step:
+    """Activate and prepare the chunks of a block, whose rows of the token axis are `source`."""
     rows, size = block.token.shape
     heads, key_dim, group = tokens.heads, tokens.key_dim, tokens.value_heads // tokens.heads
     device = tokens.q.device
-    span = block.span()
-    index = None if span is not None else to_device(block.token.reshape(-1), device)
 
     def take(x: Tensor) -> Tensor:
         """x [T, h, ...] to a view or copy [R, h, C, ...]."""
-        taken = x[span] if index is None else x.index_select(0, index)
+        taken = x[source] if isinstance(source, slice) else x.index_select(0, source)
         return taken.view(rows, size, *taken.shape[1:]).transpose(1, 2)
 
     k, q = take(tokens.k).to(scratch.dtype), take(tokens.q).to(scratch.dtype)
@@ -123,38 +121,30 @@ Emit = Callable[[Block, Tensor], None]  # block, outputs [R, HV, C, V]
 Boundary = Callable[[int, Tensor], None]  # chunks done, states [alive, HV, K, V]
 
 
-def run(tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, scratch: Scratch) -> Tensor:
-    """Run a group from `state` [n, HV, K, V], overwritten if the scratch is on; returns its last states."""
-    n, value_heads, key_dim, value_dim = state.shape
-    elements = CPU_BLOCK if state.device.type == "cpu" else DEVICE_BLOCK
-    rows = max(1, elements // (value_heads * chunk.CHUNK * max(key_dim, value_dim)))
-    finished: list[Tensor] = []
-    current, alive, done = state.flatten(0, 1), 0, 0
-    in_place = None
-    for block in group.blocks(rows):
-        steps = load(tokens, block, scratch).split(block.alive)
-        buffer = scratch.out("out", len(block.member), value_heads, chunk.CHUNK, value_dim)
-        targets = itertools.repeat(None) if buffer is None else buffer.split(block.alive)
-        outputs: list[Tensor] = []
-        for count, step, target in zip(block.alive, steps, targets, strict=False):
+def block_rows(tokens: Tokens) -> int:
+    """Chunks that are prepared at once."""
+    elements = CPU_BLOCK if tokens.q.device.type == "cpu" else DEVICE_BLOCK
+    return max(1, elements // (tokens.value_heads * chunk.CHUNK * max(tokens.key_dim, tokens.value_dim)))
+
+
+def run(tokens: Tokens, group: Group, state: Tensor, emit: Emit, boundary: Boundary | None, scratch: Scratch) -> None:
+    """Run a group from `state` [n, HV, K, V] to its last states, in place."""
+    value_heads, value_dim = tokens.value_heads, tokens.value_dim
+    flat, alive, done = state.flatten(0, 1), 0, 0
+    for block in group.blocks(block_rows(tokens)):
+        span = block.span()
+        source = to_device(block.token.reshape(-1), state.device) if span is None else span
+        steps = load(tokens, block, source, scratch).split(block.alive)
+        out = scratch.buffer("out", len(block.member), value_heads, chunk.CHUNK, value_dim)
+        for count, step, target in zip(block.alive, steps, out.split(block.alive), strict=True):
             if count != alive:
-                if alive:
-                    finished.append(current[count * value_heads :])
-                    current = current[: count * value_heads]
-                alive = count
-                in_place = chunk.Advance(alive, value_heads, value_dim, scratch) if scratch.reuse else None
-            if in_place is None or target is None:
-                out, current = chunk.advance(step, current)
-                outputs.append(out)
-            else:
-                in_place(step, current, target)
+                alive, current = count, flat[: count * value_heads]
+                advance = chunk.Advance(alive, value_heads, value_dim, scratch)
+            advance(step, current, target)
             done += 1
             if boundary is not None:
-                boundary(done, current.unflatten(0, (alive, value_heads)))
-        emit(block, torch.cat(outputs) if buffer is None else buffer)
-    if scratch.reuse:
-        return state
-    return torch.cat([current, *reversed(finished)]).view(n, value_heads, key_dim, value_dim)
+                boundary(done, state[:alive])
+        emit(block, out)
 
 
 def forward(tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_first: bool) -> tuple[Tensor, Tensor]:
@@ -170,25 +160,68 @@ def forward(tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_
         state = torch.zeros(segments.count, value_heads, key_dim, value_dim, dtype=dtype, device=device)
     else:
         state = (initial.transpose(-1, -2) if state_v_first else initial).to(dtype)
-    rows: list[Tensor] = []
-    outputs: list[Tensor] = []
-
-    def emit(block: Block, out: Tensor) -> None:
-        keep = np.flatnonzero(block.valid)
-        rows.append(to_device(block.token.reshape(-1)[keep], device))
-        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, to_device(keep, device)).to(tokens.v.dtype))
-
-    final = state
-    scratch = Scratch(dtype, device, reuse=False)
-    for group in groups(segments, value_heads, device):
-        members = to_device(group.segments, device)
-        last = run(tokens, group, state.index_select(0, members), emit, None, scratch)
-        final = final.index_copy(0, members, last)
     out = torch.zeros(tokens.count, value_heads, value_dim, dtype=tokens.v.dtype, device=device)
-    if rows:
-        out = out.index_copy(0, torch.cat(rows), torch.cat(outputs))
-    final = (final.transpose(-1, -2) if state_v_first else final).contiguous()
-    return out, final if initial is None else final.to(initial.dtype)
+    plan = [list(group.blocks(block_rows(tokens))) for group in groups(segments, value_heads, device)]
+    if plan:
+        order = np.concatenate([group.segments for group in groups(segments, value_heads, device)])
+        members = to_device(order, device)
+        outputs, last = _run_differentiable(tokens, plan, state.index_select(0, members))
+        blocks = [block for part in plan for block in part]
+        keep = np.flatnonzero(np.concatenate([block.valid for block in blocks]))
+        rows = np.concatenate([block.token for block in blocks]).reshape(-1)[keep]
+        values = outputs.index_select(0, to_device(keep, device)).to(out.dtype)
+        out = out.index_copy(0, to_device(rows, device), values)
+        state = state.index_copy(0, members, last)
+    state = (state.transpose(-1, -2) if state_v_first else state).contiguous()
+    return out, state if initial is None else state.to(initial.dtype)
+
+
+def _run_differentiable(tokens: Tokens, plan: list[list[Block]], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the blocks of each group of `state` [n, HV, K, V]: outputs [rows of the blocks, HV, V], last states.
+
+    For the gradient each block is computed again, from the state before it: what is kept is one state a block. Inputs
+    are brought into block order once, since the gradient of a slice is as large as what it was cut from.
+    """
+    blocks = [block for part in plan for block in part]
+    index = to_device(np.concatenate([block.token for block in blocks]).reshape(-1), state.device)
+    sizes = [block.token.size for block in blocks]
+    operands = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
+    parts = zip(*(x.index_select(0, index).split(sizes) for x in operands), strict=True)
+    outputs: list[Tensor] = []
+    last: list[Tensor] = []
+    for group, current in zip(plan, state.split([part[0].alive[0] for part in plan]), strict=True):
+        current, finished = current.flatten(0, 1), []
+        for block in group:
+            count = block.alive[0] * tokens.value_heads
+            if count < current.shape[0]:
+                finished.append(current[count:])
+                current = current[:count]
+            q, k, v, g, beta = next(parts)
+            part = replace(tokens, q=q, k=k, v=v, g=g, beta=beta)
+            if torch.is_grad_enabled():
+                results = checkpoint(_block, part, block, current, use_reentrant=False, preserve_rng_state=False)
+            else:
+                results = _block(part, block, current)
+            out, current, *left = results
+            finished += left
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        last += [current, *reversed(finished)]
+    return torch.cat(outputs), torch.cat(last).view(state.shape)
+
+
+def _block(tokens: Tokens, block: Block, state: Tensor) -> tuple[Tensor, ...]:
+    """Outputs of a block, the states after it, and the states of the segments that ended on the way."""
+    finished: list[Tensor] = []
+    outputs: list[Tensor] = []
+    steps = load(tokens, block, slice(None), Scratch(state.dtype, state.device, reuse=False)).split(block.alive)
+    for alive, step in zip(block.alive, steps, strict=True):
+        count = alive * tokens.value_heads
+        if count < state.shape[0]:
+            finished.append(state[count:])
+            state = state[:count]
+        out, state = chunk.advance(step, state)
+        outputs.append(out)
+    return torch.cat(outputs), state, *finished
 
 
 @dataclass(slots=True, eq=False)
@@ -237,8 +270,9 @@ def prefill(call: PrefillCall) -> None:
         members = to_device(group.segments, device)
         real = where.real.index_select(0, members)
         boundary = _exporter(call, group, real, exports) if exports else None
-        last = run(tokens, group, state.index_select(0, members), _writer(call.out, real), boundary, scratch)
-        state.index_copy_(0, members, last)
+        part = state.index_select(0, members)
+        run(tokens, group, part, _writer(call.out, real), boundary, scratch)
+        state.index_copy_(0, members, part)
     if call.final is not None and where.write_slots is not None:
         values = state.transpose(-1, -2) if call.state_v_first else state
         pools.write_rows(call.final, where.write_slots, values, where.real)
