@@ -7,6 +7,7 @@ and leaves one table a kind. All tables live in one persistent device buffer tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,18 +26,20 @@ class StepBatch:
         pool: whose slots the requests name.
         limits: the largest step.
         fixed: keep every table at its largest size, filled up with padding rows, so that a captured CUDA graph can be
-            replayed after `fill`. The token axis then always has `limits.max_tokens` rows.
+            replayed after `fill`. The token axis then always has `limits.max_tokens` rows, and a step takes no
+            checkpoints.
     """
 
     def __init__(self, pool: StatePool, limits: StepLimits, *, fixed: bool = False):
         self.pool = pool
-        self.limits = limits
+        self.limits = replace(limits, max_checkpoints=0) if fixed else limits
         self.fixed = fixed
         self.num_tokens = 0
         self.plan: Plan | None = None
         self.prefill: RowTable | None = None
         self.decode: RowTable | None = None
         self.verify: VerifyTable | None = None
+        limits = self.limits
         pin = pool.device.type == "cuda"
         parts = (
             RowStore.size(limits.max_prefills, limits.max_checkpoints),

@@ -207,13 +207,13 @@ def _claim(step: Plan, request: StepRequest, pool: StatePool) -> None:
     for slot in request.slots:
         _check_slot(request, "slots", slot, pool)
         if slot in step.writers:
-            raise _error(request, "slots", "not be shared", f"slot {slot}, which is {step.writers[slot]!r}'s")
+            raise _error(request, "slots", "not be shared", f"slot {slot}, which belongs to {step.writers[slot]!r}")
         step.writers[slot] = request.request_id
     if pool.slots is not None:
         for slot in request.slots:
             owner = pool.slots.owner_of(slot)
             if owner != request.request_id:
-                held = "is free" if owner is None else f"is {owner!r}'s"
+                held = "is free" if owner is None else f"belongs to {owner!r}"
                 raise _error(request, "slots", "be allocated to it", f"slot {slot}, which {held}")
 
 
@@ -269,7 +269,7 @@ def _check_reads(step: Plan, request: StepRequest, pool: StatePool) -> None:
             request,
             "read_slot",
             "not be written in the same step",
-            f"{request.read_slot}, which is {step.writers[request.read_slot]!r}'s",
+            f"{request.read_slot}, which belongs to {step.writers[request.read_slot]!r}",
         )
 
 
@@ -291,7 +291,7 @@ def _check_checkpoints(step: Plan, request: StepRequest, pool: StatePool) -> Non
                 request,
                 "checkpoints",
                 "not name a slot that is written in this step",
-                f"slot {slot}, which is {step.writers[slot]!r}'s",
+                f"slot {slot}, which belongs to {step.writers[slot]!r}",
             )
         if pool.slots is not None and pool.slots.owner_of(slot) is None:
             raise _error(request, "checkpoints", "name allocated slots", f"slot {slot}, which is free")

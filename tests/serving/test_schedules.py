@@ -1,0 +1,297 @@
+"""Random schedules: whatever an engine does, every output and state equals the accepted tokens run one by one.
+
+A hypothesis state machine plays the engine: up to 12 requests arrive, run prefill chunks, decodes and verifications in
+any mixture and order, have any number of drafts accepted, are preempted to the host, dropped, restarted, restored from
+checkpoints, and leave, while free slots, scratch and padding rows hold NaN. RAPIDKDA_TEST_STEPS sets the least number
+of engine steps (default 2000).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from rapidkda.serving import (
+    ExportedState,
+    SlotsExhausted,
+    StatePool,
+    StepBatch,
+    StepLimits,
+    StepRequest,
+    export_state,
+    import_state,
+)
+from rapidkda.testing.tolerances import bar, case_bar, relative_error
+
+from .oracle import HIDDEN, Oracle, State, changed_slots, make_layer, make_workspace, resting_state, snapshot
+
+MAX_REQUESTS = 12
+LIMITS = StepLimits(max_tokens=256, max_requests=MAX_REQUESTS)
+OUTPUT_BAR = case_bar(torch.float32).out  # single tokens, through the projections and the norm
+STATE_BAR = bar("slow", torch.float32).state
+CHOICES = st.randoms(use_true_random=True)  # one seed a step: what the engine decides in it
+STEPS_A_RUN = 60
+
+
+@dataclass
+class Request:
+    """The engine's view of a request, and the oracle's."""
+
+    state: State
+    slots: tuple[int, ...] = ()
+    fresh: bool = True
+    open_states: list[State] = field(default_factory=list)  # after each token of a verify step still open
+    parked: ExportedState | None = None
+    restore_from: str | None = None
+
+
+class Engine(RuleBasedStateMachine):
+    """One run: a pool, a layer, and the requests of a moment."""
+
+    rollback = "replay"
+    steps = 0
+
+    @initialize(
+        max_drafts=st.integers(1, 4),
+        pad_slot=st.sampled_from([-1, 0]),
+        bounded=st.booleans(),
+        channels_last=st.booleans(),
+        spare=st.integers(1, 10),
+        arrivals=st.integers(1, MAX_REQUESTS),
+        seed=st.integers(0, 2**16),
+    )
+    def start(
+        self,
+        max_drafts: int,
+        pad_slot: int,
+        bounded: bool,
+        channels_last: bool,
+        spare: int,
+        arrivals: int,
+        seed: int,
+    ) -> None:
+        self.layer = make_layer(seed, lower_bound=-5.0 if bounded else None)
+        self.oracle = Oracle(self.layer)
+        shape = self.layer.state_shape(max_drafts, self.rollback, conv_channels_last=channels_last)
+        slots = arrivals * shape.slots_per_request + spare
+        self.pool = StatePool(shape, slots, pad_slot=pad_slot, on_reuse="poison")
+        self.pool.fill(range(slots), float("nan"))
+        self.batch = StepBatch(self.pool, LIMITS)
+        self.workspace = make_workspace(self.layer, self.pool, LIMITS)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.requests: dict[str, Request] = {}
+        self.checkpoints: dict[str, State] = {}
+        self.names = 0
+        for _ in range(arrivals):
+            self.arrive(reuse=False)
+
+    def running(self) -> list[str]:
+        return [name for name, request in self.requests.items() if request.slots]
+
+    @rule(reuse=st.booleans())
+    def arrive(self, reuse: bool) -> None:
+        if len(self.requests) >= MAX_REQUESTS:
+            return
+        self.names += not reuse  # a request may come back under the name of one that left
+        name = f"r{self.names}"
+        if name in self.requests:
+            return
+        try:
+            slots = self.pool.allocate(name)
+        except SlotsExhausted:
+            return
+        self.requests[name] = Request(self.oracle.fresh(), slots)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.requests.pop(name).slots:
+            self.pool.free(name)
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), keep=st.booleans())
+    def preempt(self, data: st.DataObject, keep: bool) -> None:
+        """Give up the slots; the state goes to the host, or is dropped and computed again."""
+        name = data.draw(st.sampled_from(self.running()))
+        request = self.requests[name]
+        if keep and not request.fresh and request.restore_from is None:
+            request.parked = export_state(self.pool, request.slots, len(request.open_states))
+        else:
+            request.state, request.fresh, request.open_states = self.oracle.fresh(), True, []
+            request.restore_from = None
+        self.pool.free(name)
+        request.slots = ()
+
+    @precondition(lambda self: len(self.running()) < len(self.requests))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(set(self.requests) - set(self.running()))))
+        request = self.requests[name]
+        try:
+            request.slots = self.pool.allocate(name)
+        except SlotsExhausted:
+            return
+        if request.parked is not None:
+            for _ in range(2):  # twice is as good as once
+                import_state(self.pool, request.slots, request.parked, name)
+            request.parked = None
+
+    @precondition(lambda self: self.running() and self.checkpoints)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        """Send a request back to a checkpoint: its next step reads that slot."""
+        request = self.requests[data.draw(st.sampled_from(self.running()))]
+        name = data.draw(st.sampled_from(sorted(self.checkpoints)))
+        request.restore_from, request.state = name, self.checkpoints[name]
+        request.fresh, request.open_states = False, []
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.checkpoints)))
+        if any(request.restore_from == name for request in self.requests.values()):
+            return
+        del self.checkpoints[name]
+        self.pool.free(name)
+
+    @precondition(lambda self: self.running())
+    @rule(choices=CHOICES)
+    def step(self, choices: random.Random) -> None:
+        self.run_step(choices)
+
+    @precondition(lambda self: self.running())
+    @rule(choices=CHOICES)
+    def another_step(self, choices: random.Random) -> None:
+        """Steps are the most frequent thing that happens."""
+        self.run_step(choices)
+
+    def run_step(self, choices: random.Random) -> None:
+        order = self.running()
+        choices.shuffle(order)
+        records: list[StepRequest] = []
+        for name in order:
+            action = choices.choice(["idle", "prefill", "decode", "decode", "verify", "verify", "verify"])
+            if action != "idle":
+                records.append(self.record(name, action, choices))
+            if choices.random() < 0.1:
+                records.append(StepRequest.padding(choices.randint(1, 3)))
+        tokens = sum(record.num_tokens for record in records)
+        hidden = torch.randn(tokens + 2, HIDDEN, generator=self.generator)
+        self.batch.fill(records, num_tokens=tokens + 2)
+        assert self.batch.plan is not None
+        for start, stop in self.batch.plan.padding:
+            hidden[start:stop] = float("nan")
+        self.workspace.fill(255)
+        before = snapshot(self.pool)
+        out = self.layer(hidden, self.batch, self.pool, self.workspace)
+        Engine.steps += bool(records)
+        assert changed_slots(self.pool, before) <= set(self.batch.plan.writers)
+        for start, stop in self.batch.plan.padding:
+            assert (out[start:stop] == 0).all()
+        first = 0
+        for record in records:
+            if record.kind != "padding":
+                self.judge(record, hidden[first : first + record.num_tokens], out[first : first + record.num_tokens])
+            first += record.num_tokens
+
+    def record(self, name: str, action: str, choices: random.Random) -> StepRequest:
+        request = self.requests[name]
+        accepted = 0
+        if request.open_states:
+            accepted = choices.randint(1, len(request.open_states))
+            request.state, request.open_states = request.open_states[accepted - 1], []
+        if request.fresh or (request.restore_from is not None and action == "verify"):
+            action = "prefill"
+        if action == "prefill":
+            count = choices.choice([0, 1, 2, 3, 5, 15, 16, 17, 18, 20])
+        else:
+            count = 1 if action == "decode" else choices.randint(1, 1 + self.pool.shape.max_drafts)
+        taken: list[tuple[int, int]] = []
+        if count >= 16 and len(self.checkpoints) < 3 and choices.random() < 0.5:
+            checkpoint = f"checkpoint {Engine.steps} {name}"
+            with contextlib.suppress(SlotsExhausted):
+                taken.append((16, self.pool.allocate(checkpoint, 1)[0]))
+                self.checkpoints[checkpoint] = request.state  # replaced once the step has run
+        read_slot = None
+        if request.restore_from is not None:
+            assert self.pool.slots is not None
+            read_slot = self.pool.slots.slots_of(request.restore_from)[0]
+        return StepRequest(
+            name,
+            action,  # type: ignore[arg-type]
+            count,
+            request.slots,
+            has_initial_state=not request.fresh,
+            accepted=accepted,
+            read_slot=read_slot,
+            checkpoints=tuple(taken),
+        )
+
+    def judge(self, record: StepRequest, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        request = self.requests[record.request_id]  # type: ignore[index]
+        wanted, states = self.oracle.run(hidden, request.state)
+        assert relative_error(out, wanted) <= OUTPUT_BAR if record.num_tokens else out.numel() == 0
+        request.fresh, request.restore_from = False, None
+        for offset, slot in record.checkpoints:
+            assert self.pool.slots is not None
+            self.checkpoints[self.pool.slots.owner_of(slot)] = states[offset - 1]  # type: ignore[index]
+            self.judge_state(slot, states[offset - 1])
+        if record.kind == "verify":
+            request.open_states = states
+        elif states:
+            request.state = states[-1]
+
+    def judge_state(self, slot: int, wanted: State) -> None:
+        got = resting_state(self.pool, slot)
+        for name in ("recurrent", "history"):
+            left, right = getattr(got, name), getattr(wanted, name)
+            if right.any():
+                assert relative_error(left, right) <= STATE_BAR, name
+            else:
+                assert not left.any(), name
+
+    @invariant()
+    def settled_states_match(self) -> None:
+        for request in getattr(self, "requests", {}).values():
+            if request.slots and not request.fresh and not request.open_states and request.restore_from is None:
+                self.judge_state(request.slots[0], request.state)
+
+
+class ReplayEngine(Engine):
+    rollback = "replay"
+
+
+class SlotsEngine(Engine):
+    rollback = "slots"
+
+
+@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
+def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine]) -> None:
+    wanted = int(os.environ.get("RAPIDKDA_TEST_STEPS", "2000")) // 2
+    Engine.steps = 0
+    while Engine.steps < wanted:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=max(4, (wanted - Engine.steps) // 25),
+                stateful_step_count=STEPS_A_RUN,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
