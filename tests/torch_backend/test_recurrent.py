@@ -51,16 +51,34 @@ def test_decode_touches_its_slots_only(
     assert torch.equal(storage[others], before[others])
 
 
-def test_decode_reads_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "CPU_BLOCK", 1)
+@pytest.mark.parametrize(
+    ("read", "write"),
+    [
+        ([0, 1, 2], [1, 2, 0]),  # each reads what another one writes
+        ([0, 0, 2], [3, 0, 4]),  # a fork of a slot that moves on
+        ([0, 1, 2], [3, 4, 5]),
+        ([0, 1, 2], [5, 3, 4]),
+        ([2, 0, 1], [3, 4, 5]),
+        ([2, 0, 1], [2, 0, 1]),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 2 * 2 * 16 * 32])
+def test_decode_reads_before_it_writes(
+    read: list[int], write: list[int], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "CPU_BLOCK", block)
     inputs = activated([1, 1, 1], key_dim=32, value_dim=16)
-    pool = inputs.states.clone()
-    ops.decode(
-        *inputs.operands(), **inputs.options(), state=pool, slots=torch.tensor([1, 2, 0]),
-        read_slots=torch.tensor([0, 1, 2]), backend="torch",
+    pool = torch.randn(6, 2, 16, 32)
+    before = pool.clone()
+    out = ops.decode(
+        *inputs.operands(), **inputs.options(), state=pool, slots=torch.tensor(write), read_slots=torch.tensor(read),
+        backend="torch",
     )  # fmt: skip
-    _, final = inputs.expected()
-    assert relative_error(pool[[1, 2, 0]], final) < 1e-6
+    want, final = inputs.expected(states=before[read])
+    assert relative_error(out, want) < 1e-6
+    assert relative_error(pool[write], final) < 1e-6
+    others = [n for n in range(6) if n not in write]
+    assert torch.equal(pool[others], before[others])
 
 
 def test_padding_and_absent_rows() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,13 +62,15 @@ def load(tokens: Tokens, index: Tensor) -> Rows:
     )
 
 
-def step(state: Tensor, rows: Rows, v_first: bool) -> tuple[Tensor, Tensor]:
-    """Advance `state` [N, HV, ...] in place by one token a row; returns the output and the correction u [N, HV, V].
+def step(state: Tensor, rows: Rows, v_first: bool, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Advance `state` [N, HV, ...], dense, by one token a row, into `target` (default: in place).
 
-    The decayed state is never formed before it is read: <k, exp(g) S> is <k exp(g), S>.
+    Returns the output and the correction u, both [N, HV, V]. The decayed state is never formed before it is read:
+    <k, exp(g) S> is <k exp(g), S>.
     """
     n, heads, value_dim = rows.v.shape
     flat = state.flatten(0, 1)  # [M, V, K] or [M, K, V]
+    after = flat if target is None else target.flatten(0, 1)
     decay = rows.g.exp().flatten(0, 1)  # [M, K]
     k, q = rows.k.flatten(0, 1), rows.q.flatten(0, 1)
     kq = torch.stack([k * decay, q * decay], dim=1)  # [M, 2, K]
@@ -75,9 +78,9 @@ def step(state: Tensor, rows: Rows, v_first: bool) -> tuple[Tensor, Tensor]:
     u = rows.b.reshape(-1, 1) * (rows.v.flatten(0, 1) - read[:, 0])
     out = read[:, 1] + (q * k).sum(-1, keepdim=True) * u
     if v_first:
-        flat.mul_(decay.unsqueeze(1)).addcmul_(u.unsqueeze(2), k.unsqueeze(1))
+        torch.mul(flat, decay.unsqueeze(1), out=after).addcmul_(u.unsqueeze(2), k.unsqueeze(1))
     else:
-        flat.mul_(decay.unsqueeze(2)).addcmul_(k.unsqueeze(2), u.unsqueeze(1))
+        torch.mul(flat, decay.unsqueeze(2), out=after).addcmul_(k.unsqueeze(2), u.unsqueeze(1))
     return out.view(n, heads, value_dim), u.view(n, heads, value_dim)
 
 
@@ -92,20 +95,36 @@ def decode(call: DecodeCall) -> None:
     index = torch.where(active, segments.first_token, 0)
     rows = load(tokens, index)
     out = torch.empty_like(rows.v)
-    # A row may read a slot that another one writes; only if none does can rows run in blocks.
-    apart = call.read_slots is call.write_slots or (pool.device.type == "cpu" and _same(call))
-    for here in blocks(segments.count, pool) if apart else (slice(0, segments.count),):
-        slots, mask = call.read_slots[here], real[here]
-        view = pools.view_rows(pool, slots, mask) if apart and pool.dtype == out.dtype else None
-        state = pools.read_rows(pool, slots, mask).to(out.dtype) if view is None else view
-        out[here], _ = step(state, rows.part(here), call.state_v_first)
-        if view is None:
-            pools.write_rows(pool, call.write_slots[here], state, mask)
+    for here in blocks(segments.count, pool) if _apart(call, real) else (slice(0, segments.count),):
+        _decode_rows(call, rows.part(here), here, real[here], out[here])
     _write_outputs(call.out, index, out, real, active)
 
 
-def _same(call: DecodeCall) -> bool:
-    return torch.equal(call.read_slots, call.write_slots)
+def _decode_rows(call: DecodeCall, rows: Rows, here: slice, real: Tensor, out: Tensor) -> None:
+    pool, read_slots, write_slots = call.pool, call.read_slots[here], call.write_slots[here]
+    plain = pool.dtype == out.dtype
+    source = pools.view_rows(pool, read_slots, real) if plain else None
+    target = pools.view_rows(pool, write_slots, real) if plain else None
+    if source is None:
+        state = pools.read_rows(pool, read_slots, real).to(out.dtype)
+        after = state if target is None else target
+    else:
+        state = source
+        after = torch.empty_like(state) if target is None else target
+    out[:], _ = step(state, rows, call.state_v_first, after)
+    if target is None:
+        pools.write_rows(pool, write_slots, after, real)
+
+
+def _apart(call: DecodeCall, real: Tensor) -> bool:
+    """Whether rows may run one after another: no row reads a slot that another one writes, as far as the host knows."""
+    if call.read_slots is call.write_slots:
+        return True
+    if real.device.type != "cpu":
+        return False
+    read, write = call.read_slots[real].numpy(), call.write_slots[real].numpy()
+    moved = write[read != write]
+    return len(np.unique(read)) == len(read) and not np.isin(moved, read).any()
 
 
 def verify(call: VerifyCall) -> None:
