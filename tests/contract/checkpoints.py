@@ -32,13 +32,14 @@ def run_and_check(
     entries: list[tuple[int, int]],
     export_dtype: torch.dtype,
     fresh: tuple[int, ...] = (),
+    v_first: bool = True,
 ) -> None:
     """Export after (segment, offset) of `entries` to scattered rows; check each, and that nothing else changed."""
     inputs = activated(lens, dtype=target.dtype, device=target.device, seed=71, gaps=True)
-    pool = StatePool(target, 2 * len(entries) + 2, inputs, export_dtype, poison=True)
+    pool = StatePool(target, 2 * len(entries) + 2, inputs, export_dtype, v_first, poison=True)
     rows = [2 * ((i * 5 + 3) % len(entries)) + 1 if len(entries) % 5 else 2 * i + 1 for i in range(len(entries))]
     table = Checkpoints.build([(n, at, row) for (n, at), row in zip(entries, rows)], len(lens), target.device)
-    run = run_prefill(target, inputs, checkpoints=table, checkpoint_pool=pool.view, fresh=fresh)
+    run = run_prefill(target, inputs, checkpoints=table, checkpoint_pool=pool.view, fresh=fresh, v_first=v_first)
     check_run(run, inputs, target.case_bar())
     limit = target.case_bar(export_dtype).state
     for (n, at), row in zip(entries, rows, strict=True):
@@ -64,10 +65,11 @@ def offsets_count_from_each_segment(target: Target) -> None:
     run_and_check(target, lens, [(0, at), (1, at), (2, at)], torch.float32, fresh=(1,))
 
 
-@case("B70")
-def finest_alignment(target: Target) -> None:
-    """Every multiple of 16, the last one at the very end of its segment."""
-    run_and_check(target, [48, 7, 33], [(0, 16), (0, 32), (0, 48), (2, 16), (2, 32)], torch.float32)
+@case("B70", v_first=(True, False))
+def finest_alignment(target: Target, v_first: bool) -> None:
+    """Every multiple of 16, the last one at the very end of its segment, in both layouts."""
+    entries = [(0, 16), (0, 32), (0, 48), (2, 16), (2, 32)]
+    run_and_check(target, [48, 7, 33], entries, torch.float32, v_first=v_first)
 
 
 @case("B70")

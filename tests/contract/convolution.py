@@ -21,9 +21,16 @@ class Windows(GuardedPool):
     """A pool of histories, read and written [L, C] whatever its layout is."""
 
     def __init__(
-        self, target: Target, rows: int, length: int, channels_last: bool, dtype: torch.dtype, poison: bool = False
+        self,
+        target: Target,
+        rows: int,
+        length: int,
+        channels_last: bool,
+        dtype: torch.dtype,
+        poison: bool = False,
+        channels: int = CHANNELS,
     ):
-        inner = (length, CHANNELS) if channels_last else (CHANNELS, length)
+        inner = (length, channels) if channels_last else (channels, length)
         super().__init__(target, rows, inner, dtype, poison)
         self.channels_last = channels_last
 
@@ -53,23 +60,26 @@ def check_call(
     padding: Sequence[int] = (),
     weight_dtype: torch.dtype = torch.float32,
     extra: int = 0,
+    channels: int = CHANNELS,
 ) -> None:
     """One call on strided slices with gaps between the segments: outputs, windows, and nothing else."""
     first, position = [], 2
     for n in lens:
         first.append(position)
         position += n + 1
-    buffer = torch.full((position + 3, 3 * CHANNELS), float("nan"), dtype=target.dtype, device=target.device)
-    x, out = buffer[:, CHANNELS : 2 * CHANNELS], torch.full_like(buffer, float("nan"))[:, :CHANNELS]
+    buffer = torch.full((position + 3, 3 * channels), float("nan"), dtype=target.dtype, device=target.device)
+    x, out = buffer[:, channels : 2 * channels], torch.full_like(buffer, float("nan"))[:, :channels]
     for n, (f, count) in enumerate(zip(first, lens, strict=True)):
-        x[f : f + count] = target.normal(count, CHANNELS, seed=100 + n)
-    weight = target.normal(CHANNELS, width, seed=1, dtype=weight_dtype)
-    offset = target.normal(CHANNELS, seed=2, dtype=torch.float32) if bias else None
+        x[f : f + count] = target.normal(count, channels, seed=100 + n)
+    weight = target.normal(channels, width, seed=1, dtype=weight_dtype)
+    offset = target.normal(channels, seed=2, dtype=torch.float32) if bias else None
     slots = some_slots(len(lens))
-    pool = Windows(target, 2 * len(lens) + 3, width - 1 + extra, channels_last, target.dtype, poison=True)
+    pool = Windows(
+        target, 2 * len(lens) + 3, width - 1 + extra, channels_last, target.dtype, poison=True, channels=channels
+    )
     for n, slot in enumerate(slots):
         if n not in fresh:
-            pool.put_window(slot, target.normal(width - 1, CHANNELS, seed=200 + n))
+            pool.put_window(slot, target.normal(width - 1, channels, seed=200 + n))
     old = [pool.window(slot)[: width - 1].double().cpu().clone() for slot in slots]
     target.conv(
         x,
@@ -110,6 +120,12 @@ def windows_of_short_and_long_segments(target: Target, width: int, channels_last
 def bias_and_activation(target: Target, bias: bool, silu: bool) -> None:
     """With and without either."""
     check_call(target, [9, 2], bias=bias, silu=silu)
+
+
+@case("conv", channels=(1, 1000, 3072), channels_last=(True, False))
+def any_number_of_channels(target: Target, channels: int, channels_last: bool) -> None:
+    """Channel counts that are no multiple of a block, and more than one block of tokens."""
+    check_call(target, [130, 3, 1], channels=channels, channels_last=channels_last, fresh=[1])
 
 
 @case("B96", weight_dtype=(torch.float32, torch.bfloat16, torch.float16))

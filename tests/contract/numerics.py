@@ -7,7 +7,7 @@ import math
 import torch
 
 from rapidkda.reference import l2_normalize
-from rapidkda.testing import REGIMES, SMALL, Shape, activated, make_inputs
+from rapidkda.testing import REGIMES, SMALL, Shape, activated, make_inputs, worst_output_error, worst_state_error
 from rapidkda.testing.regimes import logit
 
 from .cases import case
@@ -84,6 +84,30 @@ def gate_below_every_bound(target: Target, log_decay: float) -> None:
     if log_decay == -300.0:
         set_rows(inputs, "g", WEAK)
         inputs.g[7] = log_decay
+    check_run(run_prefill(target, inputs), inputs, target.case_bar())
+
+
+@case("B05", log_decay=(-20.0, -300.0), op=("decode", "verify"))
+def gate_below_every_bound_in_one_step(target: Target, log_decay: float, op: str) -> None:
+    """The same for one step from a filled state: what is forgotten is gone, nothing overflows."""
+    inputs = activated([1, 1], log_decay, dtype=target.dtype, device=target.device)
+    inputs.g[1, :, ::2] = WEAK
+    pool = StatePool(target, 6, inputs)
+    pool.put_states([3, 1], inputs.states)
+    if op == "decode":
+        out = target.decode(inputs, state=pool.view, slots=target.index([3, 1]))
+    else:
+        slots, accepted = target.index([3, 1])[:, None], target.index([0, 0])
+        out = target.verify(inputs, state=pool.view, slots=slots, accepted=accepted)
+    want_out, want = inputs.expected()
+    within("outputs", worst_output_error(out, want_out, inputs.spans), target.case_bar().out)
+    within("states", worst_state_error(pool.states([3, 1]), want), target.case_bar().state)
+
+
+@case("B10")
+def strongest_gate_with_poison_after_the_end(target: Target) -> None:
+    """Log decay -5 everywhere and one token past a chunk: the last row is the true last token, not the padding."""
+    inputs = activated([target.tokens(65), 17], -5.0, dtype=target.dtype, device=target.device, gaps=True)
     check_run(run_prefill(target, inputs), inputs, target.case_bar())
 
 

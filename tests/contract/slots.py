@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from rapidkda.testing import activated
+from rapidkda.testing import activated, worst_output_error, worst_state_error
 
 from .cases import case
-from .guards import all_zero, check_run, run_prefill, same_bits
+from .guards import StatePool, all_zero, check_run, run_prefill, same_bits, within
 from .target import Target
 
 
@@ -24,6 +24,19 @@ def stale_slots(target: Target, flag_dtype: torch.dtype) -> None:
     run.pool.put_states(run.slots[1:2], inputs.states[1:2])
     out = target.prefill(inputs, state=run.pool.view, slots=target.index(run.slots), has_initial_state=flags)
     same_bits(f"outputs with flags in {flag_dtype}", out, run.out)
+
+
+@case("slots")
+def two_segments_start_from_one_slot(target: Target) -> None:
+    """A shared prefix: both read the same slot, each writes its own; the shared one keeps its bits."""
+    inputs = activated([20, target.tokens(70)], dtype=target.dtype, device=target.device, seed=67)
+    pool = StatePool(target, 9, inputs)
+    pool.put_states([4], inputs.states[:1])
+    out = target.prefill(inputs, state=pool.view, slots=target.index([7, 2]), read_slots=target.index([4, 4]))
+    want_out, want = inputs.expected(states=inputs.states[[0, 0]])
+    within("outputs", worst_output_error(out, want_out, inputs.spans), target.case_bar().out)
+    within("states", worst_state_error(pool.states([7, 2]), want), target.case_bar().state)
+    pool.unchanged([7, 2])
 
 
 @case("B68")

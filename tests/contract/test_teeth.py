@@ -8,9 +8,9 @@ import pytest
 
 from rapidkda.backends.torch import TorchBackend
 
-from . import test_contract, textbook  # noqa: F401  test_contract registers the checks
+from . import test_contract  # noqa: F401  registers the checks
 from .cases import matching
-from .faults import FAULTS, as_method
+from .faults import FAULTS, as_method, textbook
 from .target import Target, find
 
 

@@ -7,23 +7,32 @@ from collections.abc import Sequence
 import torch
 
 from rapidkda import Segments
-from rapidkda.testing import Inputs, Shape, activated, make_inputs, worst_output_error, worst_state_error
+from rapidkda.testing import Inputs, Shape, activated, carried_bar, make_inputs, worst_output_error, worst_state_error
 
 from .cases import case
 from .guards import GuardedPool, StatePool, all_zero, same_bits, within
 from .target import Target
 
 FORMS = ("slots", "replay")
+STATE_DTYPES = (torch.float32, torch.bfloat16)
 MOST = 4  # 1 + k_max tokens a step
 
 
 class Speculation:
     """Requests under verification, in either form, on guarded pools. Slot 39 is a trap: only wild indices reach it."""
 
-    def __init__(self, target: Target, inputs: Inputs, form: str, most: int = MOST, v_first: bool = True):
+    def __init__(
+        self,
+        target: Target,
+        inputs: Inputs,
+        form: str,
+        most: int = MOST,
+        v_first: bool = True,
+        state_dtype: torch.dtype = torch.float32,
+    ):
         self.target, self.form, self.v_first = target, form, v_first
         count = inputs.states.shape[0]
-        self.pool = StatePool(target, max(40, count * most + 3), inputs, v_first=v_first)
+        self.pool = StatePool(target, max(40, count * most + 3), inputs, state_dtype, v_first)
         if form == "slots":
             order = torch.arange(count * most).flip(0).reshape(count, most) + 1
             self.table = order.tolist()
@@ -146,6 +155,46 @@ def verify_after_verify(target: Target, form: str, regime: str) -> None:
     within("outputs of the second step", worst_output_error(got, want_out, spans), limit.out)
     within("states after it", worst_state_error(run.pool.states(run.leave(then)), want), limit.state)
     run.unchanged()
+
+
+@case("verify", form=FORMS, dims=((128, 128), (64, 128), (128, 64)), v_first=(True, False), state_dtype=STATE_DTYPES)
+def layouts_and_state_dtypes(
+    target: Target, form: str, dims: tuple[int, int], v_first: bool, state_dtype: torch.dtype
+) -> None:
+    """Both layouts, K != V, grouped values, both state dtypes: verify, accept some, verify again."""
+    shape = Shape("verify", (4, 4, 3), 2, value_heads=4, key_dim=dims[0], value_dim=dims[1])
+    inputs = make_inputs(shape, "slow", dtype=target.dtype, device=target.device, seed=22, layout="fused")
+    first = [f for f, _ in inputs.spans]
+    run = Speculation(target, inputs, form, v_first=v_first, state_dtype=state_dtype)
+    inputs.states = run.pool.states(run.first).float()
+    run.step(inputs, Segments.from_lengths([3, 2, 1], target.device, first), [0] * 3)
+    again = Segments.from_lengths([1, 2, 2], target.device, [f + n for f, n in zip(first, [3, 2, 1])])
+    accepted = [3, 1, 1]
+    out = run.step(inputs, again, accepted)
+    kept = prefix_of(inputs, [[(f, a), (f + n, m)] for f, a, n, m in zip(first, accepted, [3, 2, 1], [1, 2, 2])])
+    want_out, want = kept.expected()
+    got = torch.zeros(kept.v.shape, dtype=out.dtype, device=target.device)
+    spans = []
+    for n, (start, _) in enumerate(kept.spans):
+        f, length = int(again.host_values()[0][n]), int(again.host_values()[1][n])
+        got[start + accepted[n] : start + accepted[n] + length] = out[f : f + length]
+        spans.append((start + accepted[n], length))
+    limit = carried_bar(target.dtype, state_dtype)
+    within("outputs of the second step", worst_output_error(got, want_out, spans), limit.out)
+    within("states after it", worst_state_error(run.pool.states(run.leave([1, 2, 2])), want), limit.state)
+    run.unchanged()
+
+
+@case("verify", form=FORMS, regime=("slow", "collinear"), dtype=(torch.float32, torch.bfloat16, torch.float16))
+def accuracy_of_drafts(target: Target, form: str, regime: str, dtype: torch.dtype) -> None:
+    """The accuracy bars for the outputs of drafts."""
+    inputs = make_inputs(Shape("drafts", (4, 4), 2), regime, dtype=dtype, device=target.device, seed=23)
+    run = Speculation(target, inputs, form)
+    out = run.step(inputs, inputs.segments, [0, 0])
+    want_out, want = inputs.expected()
+    limit = target.bar(regime, dtype)
+    within("outputs", worst_output_error(out, want_out, inputs.spans), limit.out)
+    within("states", worst_state_error(run.pool.states(run.leave([4, 4])), want), limit.state)
 
 
 @case("B47", form=FORMS)
