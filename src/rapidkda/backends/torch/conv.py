@@ -15,7 +15,7 @@ from ...problem import ConvCall
 from . import pools
 from .gates import accumulate_dtype, silu
 
-BLOCK_ELEMENTS = 1 << 19  # of one temporary
+BLOCK_ELEMENTS = 1 << 17  # of one temporary: few enough to stay in a cache
 
 
 def conv(call: ConvCall) -> None:
@@ -65,12 +65,18 @@ def _read_history(call: ConvCall, read: Tensor | None, real: Tensor) -> Tensor:
     window = pools.read_rows(_window(call.pool, call.channels_last), read, real)  # [N, L, C]
     starts = real if call.has_initial_state is None else real & call.has_initial_state.bool()
     if call.accepted is None:
-        history = window[:, : taps - 1]
+        history = window[:, : taps - 1].contiguous()
     else:
         offset = call.accepted.long().clamp(1, window.shape[1] - taps + 2) - 1
-        entry = offset.unsqueeze(1) + torch.arange(taps - 1, device=device)
-        history = window.gather(1, entry.unsqueeze(2).expand(-1, -1, channels))
+        history = _entries(window.contiguous(), offset.unsqueeze(1) + torch.arange(taps - 1, device=device))
     return torch.where(starts[:, None, None], history, 0.0)
+
+
+def _entries(rows: Tensor, entry: Tensor) -> Tensor:
+    """rows[n, entry[n, j]] for dense rows [N, L, C] and entry [N, J]."""
+    count, length, channels = rows.shape
+    index = entry + torch.arange(count, device=rows.device).unsqueeze(1) * length
+    return rows.view(count * length, channels).index_select(0, index.flatten()).view(*entry.shape, channels)
 
 
 def _accumulate(sources: list[Tensor], call: ConvCall) -> Tensor:
@@ -155,20 +161,15 @@ def _write_history(call: ConvCall, history: Tensor, write: Tensor, real: Tensor)
             mask = real & (segments.length > max(0, j - (taps - 2)))
             pools.write_rows(window[:, j], write, entries[:, j], mask)
         return
-    newest = _newest(call, history, segments.length)
-    for j in range(taps - 1):
-        pools.write_rows(window[:, j], write, newest[:, j], real)
-
-
-def _newest(call: ConvCall, history: Tensor, length: Tensor) -> Tensor:
-    """The W - 1 inputs before token `length` of each segment [N, W-1, C]; history where the segment is shorter."""
-    return _before(call, history, call.segments.first_token, length)
+    newest = _before(call, history, segments.first_token, segments.length)
+    pools.write_rows(window[:, : taps - 1], write, newest, real)
 
 
 def _before(call: ConvCall, history: Tensor, first: Tensor, length: Tensor) -> Tensor:
-    taps, channels = call.weight.shape[1], call.x.shape[1]
+    """The W - 1 inputs before token `length` of each segment [N, W-1, C]; history where the segment is shorter."""
+    taps = call.weight.shape[1]
     position = length.long().unsqueeze(1) + torch.arange(-(taps - 1), 0, device=call.x.device)  # [N, W-1]
-    old = history.gather(1, (position + taps - 1).clamp(0, taps - 2).unsqueeze(2).expand(-1, -1, channels))
+    old = _entries(history, (position + taps - 1).clamp(0, taps - 2))
     if call.x.shape[0] == 0:
         return old
     index = (first.long().unsqueeze(1) + position).clamp(0, call.x.shape[0] - 1)
@@ -192,5 +193,4 @@ def _export(call: ConvCall, history: Tensor, real: Tensor) -> None:
     mask = real.index_select(0, owner) & (checkpoints.offset <= lengths)
     mask = mask & pools.usable(checkpoints.slot, pool.shape[0], -1)
     window = _window(pool, call.channels_last)
-    for j in range(call.weight.shape[1] - 1):
-        pools.write_rows(window[:, j], checkpoints.slot, states[:, j], mask)
+    pools.write_rows(window[:, : call.weight.shape[1] - 1], checkpoints.slot, states, mask)

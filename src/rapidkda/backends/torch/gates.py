@@ -35,7 +35,10 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    return x * sigmoid(x)
+    if x.requires_grad:
+        return F.silu(x)
+    divisor = x.neg().exp_().add_(1.0)
+    return torch.div(x, divisor, out=divisor)
 
 
 def log_decay(gate: Gate, g: Tensor, in_place: bool = False) -> Tensor:

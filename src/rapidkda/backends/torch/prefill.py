@@ -23,7 +23,7 @@ from .scratch import Scratch
 CPU_STATES = 64  # states [K, V] of a group: few enough to stay in a CPU's second-level cache
 DEVICE_STATES = 4096
 CPU_BLOCK = 1 << 18  # elements of one [M, C, K] temporary
-DEVICE_BLOCK = 1 << 24
+DEVICE_BLOCK = 1 << 22
 
 
 @dataclass(slots=True, eq=False)

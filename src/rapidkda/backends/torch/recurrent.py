@@ -17,7 +17,7 @@ from ...problem import CommitCall, DecodeCall, Tokens, VerifyCall
 from . import gates, pools
 
 CPU_BLOCK = 1 << 19  # state elements that run at once: few enough to stay in a CPU's second-level cache
-DEVICE_BLOCK = 1 << 28
+DEVICE_BLOCK = 1 << 26
 
 
 @dataclass(slots=True, eq=False)
