@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch import Tensor
 
 from rapidkda.serving import (
     ExportedState,
@@ -36,16 +37,18 @@ from rapidkda.serving import (
     export_state,
     import_state,
 )
-from rapidkda.testing.tolerances import bar, case_bar, relative_error
+from rapidkda.testing.tolerances import bar, relative_error
 
 from .oracle import HIDDEN, Oracle, State, changed_slots, make_layer, make_workspace, resting_state, snapshot
 
 MAX_REQUESTS = 12
 LIMITS = StepLimits(max_tokens=256, max_requests=MAX_REQUESTS)
-OUTPUT_BAR = case_bar(torch.float32).out  # single tokens, through the projections and the norm
+OUTPUT_BAR = bar("slow", torch.float32).out
+NORM_EPS = 1e-3  # of the size of a single token's squared output, see `output_error`
 STATE_BAR = bar("slow", torch.float32).state
 CHOICES = st.randoms(use_true_random=True)  # one seed a step: what the engine decides in it
 STEPS_A_RUN = 60
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # shrinking takes minutes: add it to look into a failure
 
 
 @dataclass
@@ -58,6 +61,16 @@ class Request:
     open_states: list[State] = field(default_factory=list)  # after each token of a verify step still open
     parked: ExportedState | None = None
     restore_from: str | None = None
+
+
+def output_error(got: Tensor, wanted: Tensor, row_norm: float) -> float:
+    """Relative error, where a row that is small by cancellation counts as one of the layer's typical size.
+
+    A single token's output is q . k times v: for near-orthogonal q and k float32 has few digits of it left, whoever
+    computes it, and the norm after it would blow them up to a row of full size.
+    """
+    scale = wanted.norm(dim=1).clamp_min(row_norm).norm()
+    return float((got.double() - wanted).norm() / scale) if len(wanted) else 0.0
 
 
 class Engine(RuleBasedStateMachine):
@@ -85,15 +98,17 @@ class Engine(RuleBasedStateMachine):
         arrivals: int,
         seed: int,
     ) -> None:
-        self.layer = make_layer(seed, lower_bound=-5.0 if bounded else None)
+        self.layer = make_layer(seed, lower_bound=-5.0 if bounded else None, eps=NORM_EPS)
         self.oracle = Oracle(self.layer)
+        self.generator = torch.Generator().manual_seed(seed)
+        sample, _ = self.oracle.run(torch.randn(64, HIDDEN, generator=self.generator), self.oracle.fresh())
+        self.row_norm = float(sample.norm(dim=1).mean())
         shape = self.layer.state_shape(max_drafts, self.rollback, conv_channels_last=channels_last)
         slots = arrivals * shape.slots_per_request + spare
         self.pool = StatePool(shape, slots, pad_slot=pad_slot, on_reuse="poison")
         self.pool.fill(range(slots), float("nan"))
         self.batch = StepBatch(self.pool, LIMITS)
         self.workspace = make_workspace(self.layer, self.pool, LIMITS)
-        self.generator = torch.Generator().manual_seed(seed)
         self.requests: dict[str, Request] = {}
         self.checkpoints: dict[str, State] = {}
         self.names = 0
@@ -243,10 +258,10 @@ class Engine(RuleBasedStateMachine):
             checkpoints=tuple(taken),
         )
 
-    def judge(self, record: StepRequest, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    def judge(self, record: StepRequest, hidden: Tensor, out: Tensor) -> None:
         request = self.requests[record.request_id]  # type: ignore[index]
         wanted, states = self.oracle.run(hidden, request.state)
-        assert relative_error(out, wanted) <= OUTPUT_BAR if record.num_tokens else out.numel() == 0
+        assert output_error(out, wanted, self.row_norm) <= OUTPUT_BAR
         request.fresh, request.restore_from = False, None
         for offset, slot in record.checkpoints:
             assert self.pool.slots is not None
@@ -292,6 +307,8 @@ def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine])
                 max_examples=max(4, (wanted - Engine.steps) // 25),
                 stateful_step_count=STEPS_A_RUN,
                 deadline=None,
+                phases=PHASES,
+                print_blob=True,
                 suppress_health_check=list(HealthCheck),
             ),
         )
