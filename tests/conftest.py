@@ -24,9 +24,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "backend" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--backend") or list(dispatch.REGISTRY)
-        metafunc.parametrize("backend", names, indirect=True, scope="session")

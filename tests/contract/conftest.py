@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from rapidkda import dispatch
+
 from .target import Target, find
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--backend") or list(dispatch.REGISTRY)
+        metafunc.parametrize("backend", names, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")

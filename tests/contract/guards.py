@@ -62,10 +62,6 @@ class GuardedPool:
         self.view = self.storage[:, :size].unflatten(1, self.inner)
         self.before = self.storage.clone()
 
-    def put(self, slot: int, value: Tensor) -> None:
-        self.view[slot] = value.to(self.view)
-        self.before = self.storage.clone()
-
     def unchanged(self, written: Iterable[int] = ()) -> None:
         """Every row but `written`, and every gap, holds the bits it held when it was last put there."""
         touched = set(written)
@@ -94,7 +90,8 @@ class StatePool(GuardedPool):
 
     def put_states(self, slots: Sequence[int], states: Tensor) -> None:
         for slot, state in zip(slots, states, strict=True):
-            self.put(slot, state if self.v_first else state.transpose(-1, -2))
+            self.view[slot] = (state if self.v_first else state.transpose(-1, -2)).to(self.view)
+        self.before = self.storage.clone()
 
     def states(self, slots: Sequence[int]) -> Tensor:
         """States [n, HV, V, K], as stored."""

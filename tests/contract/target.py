@@ -80,12 +80,12 @@ def find(name: str) -> Target | list[str]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available() and name != "torch":
         devices.insert(0, torch.device("cuda", torch.cuda.current_device()))
-    reasons: list[str] = []
+    refusals: list[list[str]] = []
     for device in devices:
         for dtype in (torch.float32, torch.bfloat16):
             unmet = dispatch.load(name).unmet(Request("prefill", Device.of(device), dtype))
             if not unmet:
                 interpreted = name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
                 return Target(name, device, dtype, interpreted)
-            reasons += [reason for reason in unmet if reason not in reasons]
-    return reasons
+            refusals.append(unmet)
+    return min(refusals, key=len)
