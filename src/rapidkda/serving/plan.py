@@ -139,15 +139,21 @@ def _error(request: StepRequest, argument: str, takes: str, got: str) -> ValueEr
     return ValueError(f"{argument} of request {request.request_id!r} ({request.kind}) must {takes}, got {got}")
 
 
+def _integer(request: StepRequest, argument: str, value: object, minimum: int) -> None:
+    if type(value) is not int or value < minimum:
+        checks.integer(f"{argument} of request {request.request_id!r}", value, minimum)
+
+
 def _place(request: StepRequest, end: int) -> int:
     """Check kind and token counts; returns the first token."""
     if not isinstance(request, StepRequest):
         raise TypeError(f"requests must hold StepRequest records, got {type(request).__name__}")
-    checks.choice("kind", request.kind, KINDS)
-    checks.integer(f"num_tokens of request {request.request_id!r}", request.num_tokens, 0)
+    if request.kind not in KINDS:
+        raise _error(request, "kind", f"be one of {', '.join(KINDS)}", repr(request.kind))
+    _integer(request, "num_tokens", request.num_tokens, 0)
     if request.first_token is None:
         return end
-    checks.integer(f"first_token of request {request.request_id!r}", request.first_token, 0)
+    _integer(request, "first_token", request.first_token, 0)
     if request.first_token < end:
         raise _error(
             request,
@@ -192,7 +198,7 @@ def _check_tokens(request: StepRequest, shape: StateShape) -> None:
 
 
 def _check_slot(request: StepRequest, argument: str, slot: int, pool: StatePool) -> None:
-    checks.integer(f"{argument} of request {request.request_id!r}", slot, -(2**31))
+    _integer(request, argument, slot, -(2**31))
     if slot == pool.pad_slot:
         raise _error(request, argument, "not hold the padding marker", str(slot))
     if not 0 <= slot < pool.num_slots:
@@ -220,7 +226,7 @@ def _claim(step: Plan, request: StepRequest, pool: StatePool) -> None:
 def _settle(request: StepRequest, pool: StatePool) -> bool:
     """Check `accepted` against the open drafts; returns whether the request had any."""
     most = 1 + pool.shape.max_drafts
-    checks.integer(f"accepted of request {request.request_id!r}", request.accepted, -(2**31))
+    _integer(request, "accepted", request.accepted, -(2**31))
     open_drafts = None if pool.slots is None else pool.slots.open_drafts(request.request_id)
     restarts = not request.has_initial_state or request.read_slot is not None
     if restarts:
@@ -277,7 +283,7 @@ def _check_checkpoints(step: Plan, request: StepRequest, pool: StatePool) -> Non
     if request.checkpoints and request.kind != "prefill":
         raise _error(request, "checkpoints", "be absent", repr(request.checkpoints))
     for offset, slot in request.checkpoints:
-        checks.integer(f"checkpoints of request {request.request_id!r}", offset, 1)
+        _integer(request, "checkpoints", offset, 1)
         if offset % CHECKPOINT_ALIGNMENT or offset > request.num_tokens:
             raise _error(
                 request,
