@@ -18,7 +18,7 @@ from .. import wheels
 
 SOURCES = "RAPIDKDA_VLLM_SOURCES"  # keep unpacked sources here between runs: <folder>/<version>/vllm/...
 STANDINS = Path(__file__).parent / "standins"
-FOLDERS = {"0.25.1": "v0_25", "0.33.0": "v0_33"}
+FOLDERS = {"0.25.1": "v0_25", "0.32.0": "v0_33", "0.33.0": "v0_33"}
 
 
 def without_texts(seam: Seam) -> Seam:
