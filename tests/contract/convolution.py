@@ -172,7 +172,7 @@ def one_channel_by_hand(target: Target) -> None:
 
 @case("B82")
 def any_split_gives_the_same_outputs(target: Target) -> None:
-    """Ten tokens cut at every point, through the window."""
+    """Ten tokens cut at every point, through the window: the same outputs, up to rounding."""
     x, weight = target.normal(10, CHANNELS), target.normal(CHANNELS, 4, seed=1)
     whole = target.conv(x, weight, segments=Segments.from_lengths([10], target.device))
     within("outputs", relative_error(whole, reference.causal_conv(x.cpu(), weight.cpu())[0]), limit(target))
@@ -190,7 +190,7 @@ def any_split_gives_the_same_outputs(target: Target) -> None:
                     has_initial_state=target.index([start > 0], torch.bool),
                 )
             )
-        same_bits(f"outputs cut at {cut}", torch.cat(parts), whole)
+        within(f"outputs cut at {cut}", relative_error(torch.cat(parts), whole.double().cpu()), limit(target))
 
 
 @case("B84")
