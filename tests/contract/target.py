@@ -17,6 +17,10 @@ from rapidkda.testing import Bar, Inputs, bar, case_bar
 INTERPRETED_TOKENS = 40  # a Triton kernel under the interpreter is thousands of times slower
 
 
+class NotHere(Exception):
+    """A check that only means something on another device."""
+
+
 @dataclass(frozen=True)
 class Target:
     """A backend by name on a device. `dtype` is the most precise input dtype it takes."""

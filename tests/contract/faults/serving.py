@@ -197,6 +197,26 @@ def last_window_stored_as_the_checkpoint(original: Any, call: ConvCall) -> None:
     return original(replace(call, checkpoints=Checkpoints.build(entries, call.segments.count)))
 
 
+@wraps("conv", caught_by=("conv",))
+def taps_in_reverse(original: Any, call: ConvCall) -> None:
+    original(replace(call, weight=call.weight.flip(1)))
+
+
+@wraps("conv", caught_by=("conv",))
+def bias_ignored(original: Any, call: ConvCall) -> None:
+    original(replace(call, bias=None))
+
+
+@wraps("conv", caught_by=("B48",))
+def drafts_not_kept_in_the_window(original: Any, call: ConvCall) -> None:
+    original(replace(call, keep_all=False))
+
+
+@wraps("norm", caught_by=("B85-epsilon",))
+def epsilon_ignored(original: Any, call: NormCall) -> None:
+    original(replace(call, eps=1e-5))
+
+
 @wraps("norm", caught_by=("B85",))
 def silu_instead_of_the_sigmoid(original: Any, call: NormCall) -> None:
     original(replace(call, activation="silu"))

@@ -37,6 +37,11 @@ def state_dropped_after_the_first_chunk(original: Any, call: PrefillCall) -> Non
     _second_part(call, torch.zeros_like, original)
 
 
+@wraps("prefill", caught_by=("long",))
+def long_sequences_cut_as_if_forgotten(original: Any, call: PrefillCall) -> None:
+    _second_part(call, torch.zeros_like, original, tokens=512)
+
+
 @wraps("prefill", caught_by=("B26",))
 def carried_state_read_transposed(original: Any, call: PrefillCall) -> None:
     if call.tokens.key_dim != call.tokens.value_dim:
