@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rapidkda import Segments
-from rapidkda.testing import REGIMES, Shape, activated, make_inputs, worst_output_error, worst_state_error
+from rapidkda.testing import REGIMES, Bar, Inputs, Shape, activated, make_inputs, worst_output_error, worst_state_error
 
 from .cases import case
 from .guards import StatePool, some_slots, within
@@ -16,10 +16,13 @@ from .target import Target
 def every_regime_of_one_step(target: Target, regime: str, dtype: torch.dtype) -> None:
     """One step from a filled state, in every gate regime and dtype, from strided slices."""
     inputs = make_inputs(Shape("decode", (1,) * 5, 2), regime, dtype=dtype, device=target.device, layout="fused")
-    check_step(target, inputs, target.bar(regime, dtype), dtype)
+    check_step(target, inputs, target.bar(regime, dtype))
 
 
-def check_step(target: Target, inputs, limit, dtype, state_dtype=torch.float32, v_first=True) -> None:  # type: ignore[no-untyped-def]
+def check_step(
+    target: Target, inputs: Inputs, limit: Bar, state_dtype: torch.dtype = torch.float32, v_first: bool = True
+) -> None:
+    """One step on a guarded pool against float64."""
     count = len(inputs.spans)
     slots = some_slots(count)
     pool = StatePool(target, 2 * count + 3, inputs, state_dtype, v_first)
@@ -38,15 +41,15 @@ def layouts_and_state_dtypes(target: Target, dims: tuple[int, int], v_first: boo
     shape = Shape("decode", (1, 1, 1), 2, value_heads=4, key_dim=dims[0], value_dim=dims[1])
     inputs = make_inputs(shape, "slow", dtype=target.dtype, device=target.device)
     kind = getattr(torch, state_dtype)
-    check_step(target, inputs, target.case_bar(kind), target.dtype, kind, v_first)
+    check_step(target, inputs, target.case_bar(kind), kind, v_first)
 
 
 @case("decode", batch=(1, 2, 65))
 def batch_sizes(target: Target, batch: int) -> None:
     """One row, and more rows than a block holds."""
-    inputs = make_inputs(Shape("decode", (1,) * (min(batch, 5) if target.interpreted else batch), 3), "slow",
-                         dtype=target.dtype, device=target.device)  # fmt: skip
-    check_step(target, inputs, target.case_bar(), target.dtype)
+    rows = min(batch, 5) if target.interpreted else batch
+    inputs = make_inputs(Shape("decode", (1,) * rows, 3), "slow", dtype=target.dtype, device=target.device)
+    check_step(target, inputs, target.case_bar())
 
 
 @case("decode")
@@ -81,10 +84,9 @@ def tokens_anywhere_on_the_axis(target: Target) -> None:
 @case("B13", slow_when_interpreted=True)
 def two_thousand_steps(target: Target) -> None:
     """Rounding does not pile up over 2048 steps of hardly any decay with a float32 pool."""
-    steps = 2048
-    inputs = activated([steps], -0.0005, heads=1, key_dim=64 if target.name == "torch" else 128,
-                       value_dim=64 if target.name == "torch" else 128, dtype=target.dtype,
-                       device=target.device, seed=13)  # fmt: skip
+    steps, dim = 2048, 64 if target.name == "torch" else 128
+    options = {"heads": 1, "key_dim": dim, "value_dim": dim, "seed": 13}
+    inputs = activated([steps], -0.0005, dtype=target.dtype, device=target.device, **options)
     inputs.beta *= 0.05
     pool = StatePool(target, 3, inputs)
     pool.put_states([1], inputs.states)
