@@ -39,21 +39,24 @@ class KdaLayer:
         hidden_states: Tensor,
         cache_params: Any = None,
         attention_mask: Tensor | None = None,
+        *,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states [B, T, D] to [B, T, D]; the arguments of the module's own forward.
 
-        `kwargs` are those that the model hands to all of its layers. Only the boundaries of packed sequences concern
+        `cache` is what newer releases of transformers call `cache_params`. `kwargs` are those that the model hands to all of its layers. Only the boundaries of packed sequences concern
         this one: `cu_seqlens`, or `cu_seq_lens_q` as transformers' collators call it.
         """
         module = self.module
+        cache_params = cache if cache_params is None else cache_params
         cu_seqlens = kwargs.get("cu_seqlens")
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is not None and cache_params is not None:
             raise ValueError("cu_seqlens must be None with a cache: pass use_cache=False, or a padded batch")
         rows = token_rows(hidden_states, attention_mask, cu_seqlens)
-        cache = _LayerCache(cache_params, module.layer_idx)
+        layer_cache = _LayerCache(cache_params, module.layer_idx)
         with _weights_loaded(module.conv1d, module.forget_gate, module.o_norm):
             x = rows.pack(hidden_states)  # [n, D]
             qkv = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], dim=-1)  # [n, 3 * H * K]
@@ -64,7 +67,7 @@ class KdaLayer:
                 x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
             )
             run = self._differentiable if trains else self._inference
-            y = run(rows, cache, qkv, forget, beta, z)  # [n, H, K]
+            y = run(rows, layer_cache, qkv, forget, beta, z)  # [n, H, K]
             return rows.unpack(module.o_proj(y.flatten(1)))
 
     def _inference(
