@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +79,7 @@ def demo(
         plain = _timed_pass(model, prompt, chunk, new_tokens, progress, "untouched model")
         report = accelerate(model, backend=name, decode_backend=name)
         fast = _timed_pass(model, prompt, chunk, new_tokens, progress, "with rapidkda")
-    _explain(out.print, report.prefill, report.decode)
+    _explain(partial(out.print, markup=False), report.prefill, report.decode)
     out.print(_table(plain, fast, len(prompt), new_tokens))
     difference, same = _compare(plain, fast, len(prompt))
     limit = LIMIT[dtype]
@@ -110,11 +112,12 @@ def _timed_pass(model: Any, prompt: list[int], chunk: int, new_tokens: int, prog
 @torch.inference_mode()
 def _run(model: Any, prompt: list[int], chunk: int, new_tokens: int, advance: Callable[[int], None]) -> Pass:
     ids = torch.tensor([prompt], device=model.device)
+    keyword = _cache_keyword(model)
     cache, logits = None, []
     start = _now(model.device)
     for piece in ids.split(chunk, dim=1):
-        result = model(input_ids=piece, past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
+        result = model(input_ids=piece, use_cache=True, **{keyword: cache})
+        cache = result[keyword]
         logits.append(result.logits[0])
         advance(piece.shape[1])
     middle = _now(model.device)
@@ -122,12 +125,17 @@ def _run(model: Any, prompt: list[int], chunk: int, new_tokens: int, advance: Ca
     for _ in range(new_tokens):
         token = logits[-1][-1:].argmax(-1, keepdim=True)
         generated.append(int(token))
-        result = model(input_ids=token, past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
+        result = model(input_ids=token, use_cache=True, **{keyword: cache})
+        cache = result[keyword]
         logits.append(result.logits[0])
         advance(1)
     end = _now(model.device)
     return Pass(middle - start, end - middle, torch.cat(logits).float().cpu(), generated)
+
+
+def _cache_keyword(model: Any) -> str:
+    """What this release of transformers calls the cache, as an argument and as a result."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _now(device: torch.device) -> float:

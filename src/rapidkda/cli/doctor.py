@@ -7,11 +7,12 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.table import Table
 
 from .. import __version__, env
@@ -143,14 +144,27 @@ def _print(report: dict[str, Any]) -> None:
     for name, value in report["environment"].items():
         out.print(f"environment: {name}={value}", markup=False)
     for label, decisions in report["backends"].items():
-        table = Table(title=f"backends on {label} ({report['devices'][label]}), head dim 128", title_justify="left")
-        table.add_column("operator", no_wrap=True)
-        table.add_column("auto takes", no_wrap=True)
-        for name in REGISTRY:
-            table.add_column(name)
+        title = f"backends on {label} ({report['devices'][label]}), head dim 128"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for column in ("operator", "auto takes", *REGISTRY):
+            table.add_column(column)
         for op, decision in decisions.items():
-            cells = ["yes" if not unmet else "no: " + "; ".join(unmet) for unmet in decision["unmet"].values()]
-            table.add_row(op, decision["auto"] or "nothing", *cells)
+            can = ["no" if unmet else "yes" for unmet in decision["unmet"].values()]
+            table.add_row(op, decision["auto"] or "nothing", *can)
         out.print(table)
+        for line in _reasons(decisions):
+            out.print(line, markup=False, soft_wrap=True)
     for line in report["advice"]:
         out.print(f"to install: {line}", markup=False)
+
+
+def _reasons(decisions: dict[str, Any]) -> Iterator[str]:
+    """Every unmet requirement of every backend once, with the operators that it stands in the way of."""
+    for name in REGISTRY:
+        blocked: dict[str, list[str]] = {}
+        for op, decision in decisions.items():
+            for reason in decision["unmet"][name]:
+                blocked.setdefault(reason, []).append(op)
+        for reason, ops in blocked.items():
+            where = "" if len(ops) == len(decisions) else f" ({'; '.join(ops)})"
+            yield f"  {name}: {reason}{where}"
