@@ -27,8 +27,13 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
+from rapidkda.backends.base import Request
+from rapidkda.device import Device
+from rapidkda.dispatch import load
 from rapidkda.serving import (
+    BackendWish,
     ExportedState,
+    Rollback,
     SlotsExhausted,
     StatePool,
     StepBatch,
@@ -43,16 +48,14 @@ from .oracle import HIDDEN, Oracle, State, changed_slots, make_layer, make_works
 
 MAX_REQUESTS = 12
 LIMITS = StepLimits(max_tokens=256, max_requests=MAX_REQUESTS)
-OUTPUT_BAR = bar("slow", torch.float32).out
 NORM_EPS = 1e-3  # of the size of a single token's squared output, see `output_error`
-STATE_BAR = bar("slow", torch.float32).state
 CHOICES = st.randoms(use_true_random=True)  # one seed a step: what the engine decides in it
 STEPS_A_RUN = 60
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # shrinking takes minutes: add it to look into a failure
 
 
 @dataclass
-class Request:
+class Life:
     """The engine's view of a request, and the oracle's."""
 
     state: State
@@ -76,8 +79,14 @@ def output_error(got: Tensor, wanted: Tensor, row_norm: float) -> float:
 class Engine(RuleBasedStateMachine):
     """One run: a pool, a layer, and the requests of a moment."""
 
-    rollback = "replay"
-    steps = 0
+    steps = 0  # of all runs
+    rollback: Rollback = "replay"
+    backend = "torch"
+    device = "cpu"
+    dtype = torch.float32
+    dim = 16
+    output_bar = bar("slow", torch.float32).out
+    state_bar = bar("slow", torch.float32).state
 
     @initialize(
         max_drafts=st.integers(1, 4),
@@ -98,22 +107,33 @@ class Engine(RuleBasedStateMachine):
         arrivals: int,
         seed: int,
     ) -> None:
-        self.layer = make_layer(seed, lower_bound=-5.0 if bounded else None, eps=NORM_EPS)
+        self.layer = make_layer(
+            seed,
+            lower_bound=-5.0 if bounded else None,
+            eps=NORM_EPS,
+            dim=self.dim,
+            dtype=self.dtype,
+            device=self.device,
+            backends=BackendWish(prefill=self.backend, decode=self.backend),
+        )
         self.oracle = Oracle(self.layer)
         self.generator = torch.Generator().manual_seed(seed)
-        sample, _ = self.oracle.run(torch.randn(64, HIDDEN, generator=self.generator), self.oracle.fresh())
+        sample, _ = self.oracle.run(self.inputs(64), self.oracle.fresh())
         self.row_norm = float(sample.norm(dim=1).mean())
         shape = self.layer.state_shape(max_drafts, self.rollback, conv_channels_last=channels_last)
         slots = arrivals * shape.slots_per_request + spare
-        self.pool = StatePool(shape, slots, pad_slot=pad_slot, on_reuse="poison")
+        self.pool = StatePool(shape, slots, device=self.device, pad_slot=pad_slot, on_reuse="poison")
         self.pool.fill(range(slots), float("nan"))
         self.batch = StepBatch(self.pool, LIMITS)
-        self.workspace = make_workspace(self.layer, self.pool, LIMITS)
-        self.requests: dict[str, Request] = {}
+        self.workspace = make_workspace(self.layer, self.pool, LIMITS, device=self.device)
+        self.requests: dict[str, Life] = {}
         self.checkpoints: dict[str, State] = {}
         self.names = 0
         for _ in range(arrivals):
             self.arrive(reuse=False)
+
+    def inputs(self, count: int) -> Tensor:
+        return torch.randn(count, HIDDEN, generator=self.generator).to(self.device, self.dtype)
 
     def running(self) -> list[str]:
         return [name for name, request in self.requests.items() if request.slots]
@@ -130,7 +150,7 @@ class Engine(RuleBasedStateMachine):
             slots = self.pool.allocate(name)
         except SlotsExhausted:
             return
-        self.requests[name] = Request(self.oracle.fresh(), slots)
+        self.requests[name] = Life(self.oracle.fresh(), slots)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -207,7 +227,7 @@ class Engine(RuleBasedStateMachine):
             if choices.random() < 0.1:
                 records.append(StepRequest.padding(choices.randint(1, 3)))
         tokens = sum(record.num_tokens for record in records)
-        hidden = torch.randn(tokens + 2, HIDDEN, generator=self.generator)
+        hidden = self.inputs(tokens + 2)
         self.batch.fill(records, num_tokens=tokens + 2)
         assert self.batch.plan is not None
         for start, stop in self.batch.plan.padding:
@@ -261,7 +281,7 @@ class Engine(RuleBasedStateMachine):
     def judge(self, record: StepRequest, hidden: Tensor, out: Tensor) -> None:
         request = self.requests[record.request_id]  # type: ignore[index]
         wanted, states = self.oracle.run(hidden, request.state)
-        assert output_error(out, wanted, self.row_norm) <= OUTPUT_BAR
+        assert output_error(out, wanted, self.row_norm) <= self.output_bar
         request.fresh, request.restore_from = False, None
         for offset, slot in record.checkpoints:
             assert self.pool.slots is not None
@@ -277,7 +297,7 @@ class Engine(RuleBasedStateMachine):
         for name in ("recurrent", "history"):
             left, right = getattr(got, name), getattr(wanted, name)
             if right.any():
-                assert relative_error(left, right) <= STATE_BAR, name
+                assert relative_error(left, right) <= self.state_bar, name
             else:
                 assert not left.any(), name
 
@@ -296,15 +316,14 @@ class SlotsEngine(Engine):
     rollback = "slots"
 
 
-@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
-def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine]) -> None:
-    wanted = int(os.environ.get("RAPIDKDA_TEST_STEPS", "2000")) // 2
+def run(machine: type[Engine], steps: int) -> None:
+    """Run engines until they have taken that many steps."""
     Engine.steps = 0
-    while Engine.steps < wanted:
+    while Engine.steps < steps:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=max(4, (wanted - Engine.steps) // 25),
+                max_examples=max(4, (steps - Engine.steps) // 25),
                 stateful_step_count=STEPS_A_RUN,
                 deadline=None,
                 phases=PHASES,
@@ -312,3 +331,37 @@ def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine])
                 suppress_health_check=list(HealthCheck),
             ),
         )
+
+
+@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
+def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine]) -> None:
+    run(machine, int(os.environ.get("RAPIDKDA_TEST_STEPS", "2000")) // 2)
+
+
+def half_precision(machine: type[Engine], backend: str, device: str, dim: int) -> type[Engine]:
+    """The machine in bfloat16: projections, convolution, KDA, norm and output each round once to 2^-9."""
+    fields = {
+        "backend": backend,
+        "device": device,
+        "dtype": torch.bfloat16,
+        "dim": dim,
+        "output_bar": 2e-2,
+        "state_bar": 2e-2,
+    }
+    return type(f"{backend}{machine.__name__}", (machine,), fields)
+
+
+@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
+def test_any_schedule_in_half_precision(machine: type[Engine]) -> None:
+    run(half_precision(machine, "torch", "cpu", 32), 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_any_schedule_on_a_gpu(machine: type[Engine], backend: str) -> None:
+    for op in ("prefill", "decode", "verify", "conv", "norm"):
+        request = Request(op, Device.of(torch.device("cuda")), torch.bfloat16, checkpoints=op == "prefill")  # type: ignore[arg-type]
+        if unmet := load(backend).unmet(request):
+            pytest.skip(f"{backend} cannot run {op}: {'; '.join(unmet)}")
+    run(half_precision(machine, backend, "cuda", 128), 200)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks, env, ops
+from .. import __version__, checks, env, ops
 from ..backends.base import Request
 from ..device import Device
 from ..dispatch import Choice
@@ -142,8 +142,6 @@ class KDALayer(nn.Module):
 
     def backend_report(self) -> dict[str, Any]:
         """What serves this layer and why, as plain values for an engine's log or a result file."""
-        from .. import __version__
-
         return {
             "version": __version__,
             "checkpoints": self.checkpoints,

@@ -1,0 +1,82 @@
+"""A mixed step, and the step after it, on every backend that runs here (Triton's on a CPU with TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rapidkda.backends.base import Request
+from rapidkda.device import Device
+from rapidkda.dispatch import REGISTRY, load
+from rapidkda.problem import OPS
+from rapidkda.serving import BackendWish, Rollback, StepRequest
+from rapidkda.testing.tolerances import relative_error
+
+from .driver import Driver
+from .oracle import make_layer, resting_state
+
+BAR = 2e-2  # projections, convolution, KDA, norm and output each round once to bfloat16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def skip_unless_it_runs(backend: str, device: str, dim: int) -> None:
+    request = Request("prefill", Device.of(torch.device(device)), torch.bfloat16, dim, dim, checkpoints=True)
+    for op in OPS:
+        unmet = load(backend).unmet(replace(request, op=op, checkpoints=op == "prefill"))
+        if unmet:
+            pytest.skip(f"{backend} cannot run {op}: {'; '.join(unmet)}")
+
+
+@pytest.mark.parametrize("rollback", ["replay", "slots"])
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", list(REGISTRY))
+def test_a_mixed_step_and_the_one_after(
+    backend: str, device: str, lower_bound: float | None, rollback: Rollback
+) -> None:
+    dim = 64 if device == "cpu" else 128
+    skip_unless_it_runs(backend, device, dim)
+    layer = make_layer(
+        1,
+        heads=1 if device == "cpu" else 4,
+        dim=dim,
+        dtype=torch.bfloat16,
+        lower_bound=lower_bound,
+        device=device,
+        backends=BackendWish(prefill=backend, decode=backend),
+    )
+    driver = Driver(layer, rollback=rollback, max_drafts=2, slots=14)
+    states = {name: driver.prefill(name, driver.hidden(5)) for name in ("a", "b")}
+    states["c"] = driver.oracle.fresh()
+    (target,) = driver.pool.allocate("prefix", 1)
+    records = [
+        StepRequest("a", "decode", 1, driver.slots("a")),
+        StepRequest.padding(1),
+        StepRequest(
+            "c", "prefill", 17, driver.pool.allocate("c"), has_initial_state=False, checkpoints=((16, target),)
+        ),
+        StepRequest("b", "verify", 3, driver.slots("b")),
+    ]
+    inputs: dict[Hashable, Tensor] = {r.request_id: driver.hidden(r.num_tokens) for r in records if r.slots}
+    got = driver.step(*records, inputs=inputs)
+    after = {}
+    for name, state in states.items():
+        wanted, after[name] = driver.oracle.run(inputs[name], state)
+        assert relative_error(got[name].cpu(), wanted.cpu()) <= BAR
+    for slot, wanted_state in ((target, after["c"][15]), (driver.slots("c")[0], after["c"][16])):
+        resting = resting_state(driver.pool, slot)
+        assert relative_error(resting.recurrent.cpu(), wanted_state.recurrent.cpu()) <= BAR
+        assert relative_error(resting.history.cpu(), wanted_state.history.cpu()) <= BAR
+    records = [
+        StepRequest("b", "decode", 1, driver.slots("b"), accepted=2),
+        StepRequest("a", "prefill", 2, driver.slots("a")),
+        StepRequest("d", "prefill", 1, driver.pool.allocate("d"), read_slot=target),
+    ]
+    inputs = {record.request_id: driver.hidden(record.num_tokens) for record in records}
+    got = driver.step(*records, inputs=inputs)
+    for name, state in (("b", after["b"][1]), ("a", after["a"][0]), ("d", after["c"][15])):
+        assert relative_error(got[name].cpu(), driver.oracle.run(inputs[name], state)[0].cpu()) <= BAR
