@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidkda.integrations.vllm import plugin, post_import
+from rapidkda.integrations.vllm import plugin, post_import, wrap
 from rapidkda.integrations.vllm.contract import Members, Text
 from rapidkda.integrations.vllm.seams import SEAMS, Seam
 
@@ -36,7 +36,7 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     """Call with a version: vLLM of that version can be imported until the test ends. Returns its root."""
     monkeypatch.delenv("RAPIDKDA_VLLM", raising=False)
     monkeypatch.setattr(plugin, "SEAMS", {version: without_texts(seam) for version, seam in SEAMS.items()})
-    monkeypatch.setattr(plugin, "_taken", set())
+    monkeypatch.setattr(wrap, "_taken", set())
     forget_vllm()
 
     def enter(version: str, claimed: str | None = None) -> Path:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from rapidkda import BackendUnavailable, ConfigConflict
-from rapidkda.integrations.vllm import plugin, post_import
+from rapidkda.integrations.vllm import layers, plugin, post_import, wrap
+from rapidkda.integrations.vllm import metadata as steps
 from rapidkda.integrations.vllm.contract import Sources, differences
 from rapidkda.integrations.vllm.seams import GDN, GLM, K3, K3_ROCM, KIMI, SEAMS
 
@@ -46,7 +47,7 @@ def test_off_by_default(standin: Standin, version: str) -> None:
         driver = Driver(version, index, config={})
         driver.step([Part(Request([1]), 20)])
         assert driver.layer.original_calls == ["step"]
-        assert not hasattr(driver.layer, plugin.PLAN)
+        assert not hasattr(driver.layer, wrap.PLAN)
         if hasattr(driver.layer, "get_kv_cache_spec"):
             assert driver.layer.get_kv_cache_spec(driver.vllm_config).num_prefill_checkpoint_blocks == 0
 
@@ -152,7 +153,7 @@ def test_layers_that_cannot_be_served_are_refused_when_built(standin: Standin) -
     from vllm.config import VllmConfig
 
     rocm = importlib.import_module(K3_ROCM)
-    with pytest.raises(plugin.UnsupportedVllm, match="ROCm"):
+    with pytest.raises(RuntimeError, match=r"additional_config.*asks for 'rapidkda'.*ROCm"):
         rocm.KimiK3DeltaAttention(None, VllmConfig(additional_config=dict(ASKED)))
 
 
@@ -164,11 +165,11 @@ def test_configurations_that_cannot_be_served_are_refused_when_built(
     driver = Driver("0.33.0", 1, lower_bound=-5.0)
     driver.layer.use_recoverssm = True
     with pytest.raises(RuntimeError, match="--use-replayssm"):
-        plugin.layers.plan(driver.layer_seam, driver.layer, driver.vllm_config)
+        layers.plan(driver.layer_seam, driver.layer, driver.vllm_config)
     driver.layer.use_recoverssm = False
     driver.layer.conv1d.bias = torch.zeros(1)
     with pytest.raises(RuntimeError, match="without bias"):
-        plugin.layers.plan(driver.layer_seam, driver.layer, driver.vllm_config)
+        layers.plan(driver.layer_seam, driver.layer, driver.vllm_config)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("RAPIDKDA_PREFILL_BACKEND", "triton")
     with pytest.raises(BackendUnavailable, match="triton"):
@@ -188,7 +189,7 @@ def test_workspace_comes_from_vllm_and_is_claimed_without_metadata(
     """vLLM sizes its memory in a run without metadata, then locks the workspace."""
     standin("0.33.0")
     plugin.register()
-    torch_backend = plugin.layers.resolve_kda_prefill_backend("torch").backend
+    torch_backend = layers.resolve_kda_prefill_backend("torch").backend
     monkeypatch.setattr(type(torch_backend), "workspace_bytes", lambda self, op, sizes: 64 * sizes.tokens)
     driver = Driver("0.33.0", 2, lower_bound=-5.0)
     from vllm import forward_context
@@ -206,10 +207,27 @@ def test_workspace_comes_from_vllm_and_is_claimed_without_metadata(
 def test_layers_stay_break_points_of_vllms_graphs(standin: Standin) -> None:
     standin("0.33.0")
     plugin.register()
-    for seam in SEAMS["0.33.0"].layers:
-        cls = getattr(importlib.import_module(seam.module), seam.cls)
+    for index, seam in enumerate(SEAMS["0.33.0"].layers):
+        cls = type(Driver("0.33.0", index, lower_bound=-5.0).layer)
+        assert cls.__name__ == seam.cls
+        assert hasattr(cls._forward, wrap.WRAPPED)
         assert cls._forward.eager_break
-        assert hasattr(cls._forward, plugin.WRAPPED)
+
+
+def test_without_a_wish_only_constructors_are_wrapped(standin: Standin) -> None:
+    """Not even a vLLM that differs from the seam is checked, or touched any further."""
+    root = standin("0.33.0")
+    path = root.joinpath(*GLM.split(".")).with_suffix(".py")
+    path.write_text(path.read_text().replace("def _forward", "def renamed"))
+    plugin.register()
+    driver = Driver("0.33.0", 2, config={})
+    assert hasattr(type(driver.layer).__init__, wrap.WRAPPED)
+    assert not hasattr(type(driver.builder).build, wrap.WRAPPED)
+    assert not hasattr(type(driver.layer).get_kv_cache_spec, wrap.WRAPPED)
+    asking = driver.vllm_config
+    asking.additional_config = dict(ASKED)
+    with pytest.raises(plugin.UnsupportedVllm, match=r"Glm5NextLinearAttention\._forward: expected a function"):
+        type(driver.layer)(None, asking)
 
 
 def test_metadata_of_another_group_keeps_the_hosts_lengths(standin: Standin) -> None:
@@ -219,8 +237,8 @@ def test_metadata_of_another_group_keeps_the_hosts_lengths(standin: Standin) -> 
     made = driver.metadata([Part(Request([1]), 20), Part(Request([2]), 3)])
     other = driver.builder.update_block_table(made, torch.tensor([[7], [8]]), None)
     assert other is not made
-    assert plugin.steps.tables(other).prefill.host is not None
-    assert plugin.steps.tables(other) is not plugin.steps.tables(made)
+    assert steps.tables(other).prefill.host is not None
+    assert steps.tables(other) is not steps.tables(made)
 
 
 def test_nothing_is_imported_before_vllm_does(standin: Standin) -> None:
@@ -268,3 +286,18 @@ def test_importing_rapidkda_imports_no_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "[]"
+
+
+def test_report_of_the_installed_version(standin: Standin, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rapidkda.integrations.vllm import __main__ as command
+
+    root = standin("0.33.0")
+    monkeypatch.setattr(command, "version", lambda name: "0.33.0")
+    status, text = command.report()
+    assert status == 0
+    assert all(name in text for name in (str(root), "GLM-5.3-Flash", "Kimi-Linear", "Kimi-K3", "off unless configured"))
+    monkeypatch.setattr(command, "version", lambda name: "0.12.0")
+    status, text = command.report()
+    assert status == 1
+    assert "found vLLM 0.12.0" in text
+    assert "vllm" not in sys.modules
