@@ -98,7 +98,7 @@ def exp(x):
 
 @triton.jit
 def sigmoid(x):
-    return reciprocal(1.0 + exp(-x))
+    return reciprocal(1.0 + tl.exp2(x * -LOG2_E))
 
 
 @triton.jit

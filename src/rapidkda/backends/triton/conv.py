@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import ConvCall
+from . import launch
 from .blocks import narrow, sigmoid, trips, usable
 
-TILE = 64  # tokens of a program in long segments
+TILE = 16  # tokens of a program in long segments
+CHANNELS = 512  # of a program, 8 a thread
 SCAN = 128  # segments whose tiles are counted at once
 
 
@@ -91,10 +93,13 @@ def _export(
     )
 
 
-@triton.jit(do_not_specialize=["segments", "pool_rows", "checkpoint_rows", "pad_slot", "offsets"])
+@triton.jit(
+    do_not_specialize=["segments", "channels_total", "pool_rows", "checkpoint_rows", "pad_slot", "offsets"],
+    do_not_specialize_on_alignment=launch.TABLES,
+)
 def conv_kernel(
-    p_x, p_weight, p_bias, p_out, p_first, p_length, p_pool, p_read, p_write, p_has, p_accepted,
-    p_begin, p_offset, p_slot, p_checkpoint,
+    p_x, p_weight, p_bias, p_out, p_pool, p_checkpoint,
+    p_first, p_length, p_read, p_write, p_has, p_accepted, p_begin, p_offset, p_slot,
     segments, channels_total, pool_rows, checkpoint_rows, pad_slot, offsets,
     x_t, out_t, weight_c, weight_w, bias_c, first_s, length_s, pool_s, entry_s, channel_s, read_s, write_s, has_s,
     accepted_s, begin_s, offset_s, slot_s, checkpoint_s, checkpoint_entry_s, checkpoint_channel_s,
@@ -130,41 +135,42 @@ def conv_kernel(
             if p_accepted is not None:
                 accepted = tl.load(p_accepted + n * accepted_s).to(tl.int64)
                 offset = tl.minimum(tl.maximum(accepted, 1), offsets) - 1
-        rows = (tile * BT + tl.arange(0, BT)).to(tl.int64)
-        valid = (rows < length)[:, None] & real
-        y = tl.zeros([BT, BC], tl.float32)
+        start = tile * BT
+        p_row = p_x + (first + start) * x_t + channels  # BT rows of one channel block, each a vector
+        rows = ()
+        for back in tl.static_range(W - 1):
+            at = start + (back - (W - 1))
+            x = tl.load(p_row + (back - (W - 1)) * x_t, mask=in_channels & real & (at >= 0) & (start < length), other=0.0)
+            x = x.to(tl.float32)
+            if p_pool is not None:
+                old = tl.load(
+                    _entry(p_pool, read_slot, offset + start + back, channels, pool_s, entry_s, channel_s),
+                    mask=in_channels & real & (at < 0) & (fresh == 0),
+                    other=0.0,
+                )
+                x = tl.where(at < 0, old.to(tl.float32), x)
+            rows = rows + (x,)
+        for row in tl.static_range(BT):  # all loads before the first store, which might alias them
+            rows = rows + (tl.load(p_row + row * x_t, mask=in_channels & real & (start + row < length), other=0.0),)
+        weights = ()
         for tap in tl.static_range(W):
-            position = (rows + (tap - (W - 1)))[:, None]
-            x = tl.load(
-                p_x + (first + position) * x_t + channels[None, :],
-                mask=valid & (position >= 0) & in_channels[None, :],
-                other=0.0,
-            ).to(tl.float32)
             weight = tl.load(p_weight + channels.to(tl.int64) * weight_c + tap * weight_w, mask=in_channels, other=0.0)
-            y += x * weight.to(tl.float32)[None, :]
-        if p_pool is not None:
-            if tile == 0:
-                for tap in tl.static_range(W - 1):
-                    entry = (rows + tap)[:, None]
-                    x = tl.load(
-                        _entry(p_pool, read_slot, offset + entry, channels[None, :], pool_s, entry_s, channel_s),
-                        mask=valid & (entry < W - 1) & in_channels[None, :] & (fresh == 0),
-                        other=0.0,
-                    ).to(tl.float32)
-                    weight = tl.load(
-                        p_weight + channels.to(tl.int64) * weight_c + tap * weight_w, mask=in_channels, other=0.0
-                    )
-                    y += x * weight.to(tl.float32)[None, :]
+            weights = weights + (weight.to(tl.float32),)
         if p_bias is not None:
-            y += tl.load(p_bias + channels * bias_c, mask=in_channels, other=0.0).to(tl.float32)[None, :]
-        if SILU:
-            y = y * sigmoid(y)
-        y = tl.where(real, y, 0.0)
-        tl.store(
-            p_out + (first + rows)[:, None] * out_t + channels[None, :],
-            narrow(y, p_out.dtype.element_ty),
-            mask=(rows < length)[:, None] & in_channels[None, :],
-        )
+            bias = tl.load(p_bias + channels * bias_c, mask=in_channels, other=0.0).to(tl.float32)
+        for row in tl.static_range(BT):
+            y = rows[row].to(tl.float32) * weights[0]
+            for tap in tl.static_range(1, W):
+                y += rows[row + tap].to(tl.float32) * weights[tap]
+            if p_bias is not None:
+                y += bias
+            if SILU:
+                y = y * sigmoid(y)
+            tl.store(
+                p_out + (first + start + row) * out_t + channels,
+                narrow(tl.where(real, y, 0.0), p_out.dtype.element_ty),
+                mask=in_channels & (start + row < length),
+            )
         if tile == 0:
             if p_pool is not None:
                 _store_history(
@@ -192,8 +198,7 @@ def _pool_strides(pool: Tensor | None, channels_last: bool) -> tuple[int, int, i
     return pool.stride(0), pool.stride(2), pool.stride(1)
 
 
-def _stride(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
+_conv = launch.Launcher(conv_kernel)
 
 
 def conv(call: ConvCall) -> None:
@@ -204,29 +209,52 @@ def conv(call: ConvCall) -> None:
         return
     entries = 0 if pool is None else pool.shape[1 if call.channels_last else 2]
     checkpoints = call.checkpoints if call.checkpoint_pool is not None else None
+    begin, offset, slot = (
+        (None, None, None) if checkpoints is None else (checkpoints.begin, checkpoints.offset, checkpoints.slot)
+    )
     one_tile = segments.max_length <= TILE
-    if one_tile:
-        rows = 4 if segments.max_length <= 4 else 16 if segments.max_length <= 16 else TILE
-        tiles = segments.count
-    else:
-        rows = TILE
-        tiles = -(-x.shape[0] // rows) + segments.count
+    rows = TILE if not one_tile else 1 if segments.max_length <= 1 else 4 if segments.max_length <= 4 else TILE
+    tiles = segments.count if one_tile else -(-x.shape[0] // rows) + segments.count
     window = triton.next_power_of_2(max(entries, width - 1) if call.keep_all else width - 1)
-    block = 256 if rows <= 16 else 128
-    conv_kernel[(tiles, triton.cdiv(channels, block))](
-        x, call.weight, call.bias, call.out, segments.first_token, segments.length, pool,
-        call.read_slots, call.write_slots, call.has_initial_state, call.accepted,
-        None if checkpoints is None else checkpoints.begin,
-        None if checkpoints is None else checkpoints.offset,
-        None if checkpoints is None else checkpoints.slot,
-        None if checkpoints is None else call.checkpoint_pool,
-        segments.count, channels, 0 if pool is None else pool.shape[0],
-        0 if call.checkpoint_pool is None else call.checkpoint_pool.shape[0], call.pad_slot, entries - width + 2,
-        x.stride(0), call.out.stride(0), *call.weight.stride(), _stride(call.bias),
-        segments.first_token.stride(0), segments.length.stride(0), *_pool_strides(pool, call.channels_last),
-        _stride(call.read_slots), _stride(call.write_slots), _stride(call.has_initial_state), _stride(call.accepted),
-        *((0, 0, 0) if checkpoints is None else (_stride(checkpoints.begin), 1, 1)),
-        *_pool_strides(call.checkpoint_pool, call.channels_last),
-        W=width, BT=rows, BC=block, BW=window, SCAN=SCAN,
-        ONE_TILE=one_tile, KEEP_ALL=call.keep_all, SILU=call.silu, num_warps=4,
-    )  # fmt: skip
+    _conv(
+        (tiles, triton.cdiv(channels, CHANNELS), 1),
+        (x, call.weight, call.bias, call.out, pool, call.checkpoint_pool),
+        (
+            segments.first_token,
+            segments.length,
+            call.read_slots,
+            call.write_slots,
+            call.has_initial_state,
+            call.accepted,
+            begin,
+            offset,
+            slot,
+        ),
+        (
+            segments.count,
+            channels,
+            launch.rows(pool),
+            launch.rows(call.checkpoint_pool),
+            call.pad_slot,
+            entries - width + 2,
+        ),
+        (
+            x.stride(0),
+            call.out.stride(0),
+            *call.weight.stride(),
+            launch.stride(call.bias),
+            segments.first_token.stride(0),
+            segments.length.stride(0),
+            *_pool_strides(pool, call.channels_last),
+            launch.stride(call.read_slots),
+            launch.stride(call.write_slots),
+            launch.stride(call.has_initial_state),
+            launch.stride(call.accepted),
+            launch.stride(begin),
+            launch.stride(offset),
+            launch.stride(slot),
+            *_pool_strides(call.checkpoint_pool, call.channels_last),
+        ),
+        (width, rows, CHANNELS, window, SCAN, one_tile, call.keep_all, call.silu),
+        num_warps=2,
+    )

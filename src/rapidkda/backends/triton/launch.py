@@ -1,14 +1,92 @@
-"""The arguments that every kernel over the token axis takes, in one order."""
+"""Launching a kernel with little host time, and the arguments that every kernel over the token axis takes.
+
+Triton's own call inspects every argument to find the compiled kernel, which takes longer than a decode step runs. A
+`Launcher` looks it up by what decides it: dtypes, pointer alignment, strides and constants.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from triton import knobs
 
+from ... import env
 from ...problem import GateKind, Tokens
 
+# Segment and slot tables are slices of one buffer: their alignment changes with the number of segments, and must not
+# make another kernel of a call.
+TABLES = ["p_first", "p_length", "p_read", "p_write", "p_has", "p_accepted", "p_begin", "p_offset", "p_slot"]
+
 GATE_CODES: dict[GateKind, int] = {"log_decay": 0, "bounded": 1, "softplus": 2}  # as in blocks.py
+
+
+class Launcher:
+    """A kernel whose parameters come as data pointers, table pointers, sizes, strides, constants, in this order.
+
+    Sizes are the parameters that the kernel does not specialise on; they must fit 32 bits. Launches on the current
+    stream of the tensors' device.
+    """
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        data: tuple[Tensor | None, ...],
+        tables: tuple[Tensor | None, ...],
+        sizes: tuple[int | float, ...],
+        strides: tuple[int, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+    ) -> None:
+        arguments = (*data, *tables, *sizes, *strides, *constants)
+        device = next(x for x in data if x is not None).device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._run(grid, data, tables, strides, constants, num_warps, arguments, device)
+        else:
+            self._run(grid, data, tables, strides, constants, num_warps, arguments, device)
+
+    def _run(
+        self,
+        grid: tuple[int, int, int],
+        data: tuple[Tensor | None, ...],
+        tables: tuple[Tensor | None, ...],
+        strides: tuple[int, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        arguments: tuple[Any, ...],
+        device: torch.device,
+    ) -> None:
+        bits = 0
+        for x in data:
+            if x is not None:
+                bits |= x.data_ptr()
+        aligned: Any = True
+        if bits & 15:
+            aligned = tuple(x is None or x.data_ptr() % 16 == 0 for x in data)
+        dtypes = tuple([None if x is None else x.dtype for x in (*data, *tables)])
+        key = (device.index, num_warps, aligned, dtypes, strides, constants)
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            compiled = self.kernel[grid](*arguments, num_warps=num_warps)
+            if device.type == "cuda" and not env.flag("TRITON_INTERPRET"):
+                self.compiled[key] = compiled
+            return
+        compiled.run(
+            *grid,
+            torch._C._cuda_getCurrentRawStream(device.index),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            knobs.runtime.launch_enter_hook,
+            knobs.runtime.launch_exit_hook,
+            *arguments,
+        )
 
 
 def inputs(tokens: Tokens) -> tuple[Tensor | None, ...]:
@@ -16,31 +94,39 @@ def inputs(tokens: Tokens) -> tuple[Tensor | None, ...]:
     return (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.gate.A_log, tokens.gate.dt_bias)
 
 
-def scalars(tokens: Tokens) -> tuple[int, float, float, float]:
-    """Value heads a key head, scale, beta_scale, lower_bound."""
-    return (
-        tokens.value_heads // tokens.heads,
-        tokens.scale,
-        tokens.beta_scale,
-        tokens.gate.lower_bound if tokens.gate.lower_bound is not None else 0.0,
-    )
+def scalars(tokens: Tokens) -> tuple[float, float, float]:
+    """scale, beta_scale, lower_bound."""
+    bound = tokens.gate.lower_bound
+    return tokens.scale, tokens.beta_scale, 0.0 if bound is None else bound
 
 
 def strides(tokens: Tokens) -> tuple[int, ...]:
-    """Token and head strides of q, k, v, g, beta, in elements."""
-    q, k, v, g, beta = tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta
+    """Token and head strides of q, k, v, g and beta, in elements."""
     return (
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        g.stride(0), g.stride(1), beta.stride(0), beta.stride(1),
-    )  # fmt: skip
+        *tokens.q.stride()[:2],
+        *tokens.k.stride()[:2],
+        *tokens.v.stride()[:2],
+        *tokens.g.stride()[:2],
+        *tokens.beta.stride(),
+    )
 
 
-def options(tokens: Tokens) -> dict[str, Any]:
-    """Compile-time constants of a kind of call."""
-    return {
-        "K": tokens.key_dim,
-        "V": tokens.value_dim,
-        "GATE": GATE_CODES[tokens.gate.kind],
-        "LOGITS": tokens.beta_logits,
-        "L2NORM": tokens.l2norm,
-    }
+def constants(tokens: Tokens) -> tuple[Any, ...]:
+    """GATE, LOGITS, L2NORM, K, V."""
+    return (
+        GATE_CODES[tokens.gate.kind],
+        tokens.beta_logits,
+        tokens.l2norm,
+        tokens.key_dim,
+        tokens.value_dim,
+    )
+
+
+def stride(x: Tensor | None) -> int:
+    """First stride of an optional tensor."""
+    return 0 if x is None else x.stride(0)
+
+
+def rows(pool: Tensor | None) -> int:
+    """Slots of an optional pool."""
+    return 0 if pool is None else pool.shape[0]

@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from ...problem import NormCall
+from . import launch
 from .blocks import narrow, sigmoid
 
 
-@triton.jit(do_not_specialize=["rows_total"])
+@triton.jit(do_not_specialize=["rows_total", "heads"])
 def norm_kernel(
-    p_x, p_z, p_weight, p_out, rows_total, heads, eps, weight_s,
-    x_t, x_h, z_t, z_h, o_t, o_h,
+    p_x, p_z, p_weight, p_out, rows_total, heads, eps,
+    weight_s, x_t, x_h, z_t, z_h, o_t, o_h,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """A program takes BR (token, head) rows. Grid (T * H / BR)."""
@@ -32,6 +33,9 @@ def norm_kernel(
     )
 
 
+_norm = launch.Launcher(norm_kernel)
+
+
 def norm(call: NormCall) -> None:
     """`Backend.norm`."""
     tokens, heads, dim = call.x.shape
@@ -39,9 +43,12 @@ def norm(call: NormCall) -> None:
         return
     padded = triton.next_power_of_2(dim)
     rows = max(1, 4096 // padded)
-    norm_kernel[(triton.cdiv(tokens * heads, rows),)](
-        call.x, call.z, call.weight, call.out, tokens * heads, heads, call.eps, call.weight.stride(0),
-        call.x.stride(0), call.x.stride(1), call.z.stride(0), call.z.stride(1),
-        call.out.stride(0), call.out.stride(1),
-        D=dim, BD=padded, BR=rows, SILU=call.activation == "silu", num_warps=4,
-    )  # fmt: skip
+    _norm(
+        (triton.cdiv(tokens * heads, rows), 1, 1),
+        (call.x, call.z, call.weight, call.out),
+        (),
+        (tokens * heads, heads, call.eps),
+        (call.weight.stride(0), *call.x.stride()[:2], *call.z.stride()[:2], *call.out.stride()[:2]),
+        (dim, padded, rows, call.activation == "silu"),
+        num_warps=4,
+    )

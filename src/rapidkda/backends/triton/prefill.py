@@ -19,6 +19,12 @@ COMPOSE_ROWS = 16
 TABLE_BLOCK = 128
 
 
+_tiles = launch.Launcher(tiles_kernel)
+_prepare = launch.Launcher(prepare_kernel)
+_scan = launch.Launcher(scan_kernel)
+_compose = launch.Launcher(compose_kernel)
+
+
 def prefill(call: PrefillCall) -> None:
     """`Backend.prefill`."""
     tokens, segments = call.tokens, call.segments
@@ -39,52 +45,95 @@ def prefill(call: PrefillCall) -> None:
     table, near, fine, full_precision = (
         workspace.view(dtype) for dtype in (torch.int32, torch.bfloat16, torch.float16, torch.float32)
     )
-    lengths = segments.length.stride(0)
+    first_token, length = segments.first_token, segments.length
+    record_start = layout.records // plan.ALIGNMENT
+    carry_start, transition_start = layout.carries // plan.ALIGNMENT, layout.transitions // plan.ALIGNMENT
+    record_units = record // plan.ALIGNMENT
 
-    tiles_kernel[(segments.count + 1,)](
-        segments.length, table, lengths, segments.count, tiles, cut.parts, cut.part_tiles,
-        C=chunk, BLOCK=TABLE_BLOCK, num_warps=4,
-    )  # fmt: skip
-    if tiles > 0 and tokens.count > 0:
-        prepare_kernel[(tiles * heads,)](
-            *launch.inputs(tokens), segments.first_token, segments.length, table, near, fine, full_precision,
-            segments.count, tiles, layout.records // plan.ALIGNMENT, heads, *launch.scalars(tokens),
-            *launch.strides(tokens), segments.first_token.stride(0), lengths,
-            C=chunk, RECORD=record // plan.ALIGNMENT, PRECISE=precise, PRECISION=choice.precision,
-            **launch.options(tokens), num_warps=choice.prepare_warps,
-        )  # fmt: skip
+    _tiles(
+        (segments.count + 1, 1, 1),
+        (table,),
+        (length,),
+        (segments.count, tiles, cut.parts, cut.part_tiles),
+        (length.stride(0),),
+        (chunk, TABLE_BLOCK),
+        num_warps=4,
+    )
+    if tokens.count > 0:
+        _prepare(
+            (tiles * heads, 1, 1),
+            (*launch.inputs(tokens), table, near, fine, full_precision),
+            (first_token, length),
+            (segments.count, record_start, heads, heads // tokens.heads, *launch.scalars(tokens)),
+            (*launch.strides(tokens), first_token.stride(0), length.stride(0)),
+            (*launch.constants(tokens), chunk, record_units, precise, choice.precision),
+            num_warps=choice.prepare_warps,
+        )
 
     def scan(passes: int, row_blocks: int, count: int) -> None:
-        checkpoints = call.checkpoints if call.checkpoint_pool is not None and passes != TRANSITIONS else None
-        scan_kernel[(row_blocks, heads, count)](
-            table, near, fine, full_precision, call.out, segments.first_token, segments.length,
-            call.initial, call.final if passes != TRANSITIONS else None,
-            call.read_slots, call.write_slots, call.has_initial_state,
-            None if checkpoints is None else checkpoints.begin,
-            None if checkpoints is None else checkpoints.offset,
-            None if checkpoints is None else checkpoints.slot,
-            None if checkpoints is None else call.checkpoint_pool,
-            segments.count, tiles, layout.records // plan.ALIGNMENT,
-            layout.carries // plan.ALIGNMENT, layout.transitions // plan.ALIGNMENT, heads,
-            _rows(call.initial), _rows(call.final), _rows(call.checkpoint_pool), call.pad_slot,
-            call.out.stride(0), call.out.stride(1), segments.first_token.stride(0), lengths,
-            _stride(call.initial), _stride(call.final), _stride(call.read_slots), _stride(call.write_slots),
-            _stride(call.has_initial_state), _stride(None if checkpoints is None else checkpoints.begin),
-            _stride(call.checkpoint_pool),
-            K=key_dim, V=value_dim, C=chunk, VB=choice.value_block, RECORD=record // plan.ALIGNMENT,
-            V_FIRST=call.state_v_first, PASS=passes, PRECISE=precise, PRECISION=choice.precision,
-            STAGES=choice.stages, num_warps=choice.scan_warps,
-        )  # fmt: skip
+        final = call.final if passes != TRANSITIONS else None
+        exported = call.checkpoint_pool if passes != TRANSITIONS and call.checkpoints is not None else None
+        begin = offset = slot = None
+        if exported is not None and call.checkpoints is not None:
+            begin, offset, slot = call.checkpoints.begin, call.checkpoints.offset, call.checkpoints.slot
+        _scan(
+            (row_blocks, heads, count),
+            (table, near, fine, full_precision, call.out, call.initial, final, exported),
+            (first_token, length, call.read_slots, call.write_slots, call.has_initial_state, begin, offset, slot),
+            (
+                segments.count,
+                tiles,
+                record_start,
+                carry_start,
+                transition_start,
+                heads,
+                launch.rows(call.initial),
+                launch.rows(call.final),
+                launch.rows(exported),
+                call.pad_slot,
+            ),
+            (
+                *call.out.stride()[:2],
+                first_token.stride(0),
+                length.stride(0),
+                launch.stride(call.initial),
+                launch.stride(call.final),
+                launch.stride(call.read_slots),
+                launch.stride(call.write_slots),
+                launch.stride(call.has_initial_state),
+                launch.stride(begin),
+                launch.stride(offset),
+                launch.stride(slot),
+                launch.stride(exported),
+            ),
+            (
+                key_dim,
+                value_dim,
+                chunk,
+                choice.value_block,
+                record_units,
+                call.state_v_first,
+                passes,
+                precise,
+                choice.precision,
+                choice.stages,
+            ),
+            num_warps=choice.scan_warps,
+        )
 
     if cut.parts == 0:
         scan(WHOLE, blocks[0], segments.count)
         return
     scan(TRANSITIONS, blocks[0] + blocks[1], cut.parts)
-    compose_kernel[(value_dim // COMPOSE_ROWS, heads, segments.count)](
-        table, full_precision, segments.count,
-        layout.carries // plan.ALIGNMENT, layout.transitions // plan.ALIGNMENT, heads,
-        K=key_dim, V=value_dim, VB=COMPOSE_ROWS, PRECISION=choice.precision, STAGES=2, num_warps=4,
-    )  # fmt: skip
+    _compose(
+        (value_dim // COMPOSE_ROWS, heads, segments.count),
+        (table, full_precision),
+        (),
+        (segments.count, carry_start, transition_start, heads),
+        (),
+        (key_dim, value_dim, COMPOSE_ROWS, choice.precision, 2),
+        num_warps=4,
+    )
     scan(RESUME, blocks[0], cut.parts)
 
 
@@ -100,11 +149,3 @@ def _workspace(call: PrefillCall, size: int) -> Tensor:
     if call.workspace is None:
         return torch.empty(size, dtype=torch.uint8, device=call.tokens.q.device)
     return call.workspace[:size]
-
-
-def _rows(pool: Tensor | None) -> int:
-    return 0 if pool is None else pool.shape[0]
-
-
-def _stride(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)

@@ -8,6 +8,7 @@ independent. Only the replay form keeps all of them in one program, since all of
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -61,14 +62,14 @@ def _advance(state, k, g, u_or_v, b, REPLAY: tl.constexpr):
     return state + u[:, None] * k[None, :], u
 
 
-@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions"])
+@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions", "group"], do_not_specialize_on_alignment=launch.TABLES)
 def step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_first, p_length, p_read, p_write, p_accepted,
     pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, read_s, write_s, write_j, accepted_s, pool_s,
-    K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, V_FIRST: tl.constexpr,
-    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, VERIFY: tl.constexpr,
+    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    VB: tl.constexpr, V_FIRST: tl.constexpr, VERIFY: tl.constexpr,
 ):  # fmt: skip
     """Decode (one token, read and write slots) or slot-per-position verification (VERIFY). Grid (N * V / VB, HV)."""
     n = (tl.program_id(0) // (V // VB)).to(tl.int64)
@@ -123,21 +124,21 @@ def _replay(
     return state
 
 
-@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions"])
+@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions", "group"], do_not_specialize_on_alignment=launch.TABLES)
 def replay_kernel(
-    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slots, p_accepted,
+    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
     pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
-    K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, V_FIRST: tl.constexpr,
-    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr,
+    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    VB: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Replay verification: fold the accepted records, store the state, run the drafts, record them. Grid (N, HV)."""
     WIDTH: tl.constexpr = 2 * K + V
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     channels = tl.arange(0, K)
-    slot = tl.load(p_slots + n * slots_s).to(tl.int64)
+    slot = tl.load(p_slot + n * slots_s).to(tl.int64)
     real = usable(slot, pool_rows, pad_slot)
     count = tl.minimum(tl.load(p_length + n * length_s), positions)
     taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
@@ -169,9 +170,9 @@ def replay_kernel(
             tl.store(p_record + 2 * K + rows, u, mask=real)
 
 
-@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions"])
+@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions", "group"], do_not_specialize_on_alignment=launch.TABLES)
 def commit_kernel(
-    p_pool, p_records, p_slots, p_accepted, pool_rows, pad_slot, positions,
+    p_pool, p_records, p_slot, p_accepted, pool_rows, pad_slot, positions,
     slots_s, accepted_s, pool_s, records_s, records_j,
     K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +181,7 @@ def commit_kernel(
     head = tl.program_id(1).to(tl.int64)
     rows = (tl.program_id(0) % (V // VB)) * VB + tl.arange(0, VB)
     channels = tl.arange(0, K)
-    slot = tl.load(p_slots + n * slots_s).to(tl.int64)
+    slot = tl.load(p_slot + n * slots_s).to(tl.int64)
     taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
     if usable(slot, pool_rows, pad_slot) & (taken > 0):
         p_state = p_pool + slot * pool_s + _state_offsets(head, rows, channels, K, V, V_FIRST)
@@ -189,73 +190,97 @@ def commit_kernel(
         tl.store(p_state, narrow(state, p_pool.dtype.element_ty))
 
 
-def value_block(key_dim: int, value_dim: int) -> int:
-    """Value rows of a program: 16 KiB of float32 state, 32 registers a thread."""
-    return max(1, min(value_dim, 4096 // key_dim))
+def value_block(key_dim: int, value_dim: int, state_dtype: torch.dtype) -> int:
+    """Value rows of a program of two warps: 8 KiB of state, enough in flight to reach the memory's rate."""
+    return min(value_dim, (2048 if state_dtype == torch.float32 else 4096) // key_dim)
+
+
+_step = launch.Launcher(step_kernel)
+_replay_verify = launch.Launcher(replay_kernel)
+_commit = launch.Launcher(commit_kernel)
 
 
 def decode(call: DecodeCall) -> None:
     """`Backend.decode`."""
-    tokens, segments = call.tokens, call.segments
-    if segments.count == 0 or tokens.count == 0:
+    if call.segments.count == 0 or call.tokens.count == 0:
         return
-    block = value_block(tokens.key_dim, tokens.value_dim)
-    step_kernel[(segments.count * (tokens.value_dim // block), tokens.value_heads)](
-        *launch.inputs(tokens), call.out, call.pool,
-        segments.first_token, segments.length, call.read_slots, call.write_slots, None,
-        call.pool.shape[0], call.pad_slot, 1, *launch.scalars(tokens), *launch.strides(tokens),
-        call.out.stride(0), call.out.stride(1),
-        segments.first_token.stride(0), segments.length.stride(0),
-        call.read_slots.stride(0), call.write_slots.stride(0), 0, 0, call.pool.stride(0),
-        VB=block, V_FIRST=call.state_v_first, VERIFY=False, **launch.options(tokens), num_warps=4,
-    )  # fmt: skip
+    _launch_step(call.tokens, call, call.read_slots, call.write_slots, None)
 
 
 def verify(call: VerifyCall) -> None:
     """`Backend.verify`, both forms."""
-    tokens, segments, slots = call.tokens, call.segments, call.slots
-    if segments.count == 0 or tokens.count == 0:
+    if call.segments.count == 0 or call.tokens.count == 0:
         return
-    if call.records is not None:
-        _verify_replay(call, call.records)
-        return
-    block = value_block(tokens.key_dim, tokens.value_dim)
-    step_kernel[(segments.count * (tokens.value_dim // block), tokens.value_heads)](
-        *launch.inputs(tokens), call.out, call.pool,
-        segments.first_token, segments.length, slots, slots, call.accepted,
-        call.pool.shape[0], call.pad_slot, slots.shape[1], *launch.scalars(tokens), *launch.strides(tokens),
-        call.out.stride(0), call.out.stride(1),
-        segments.first_token.stride(0), segments.length.stride(0),
-        slots.stride(0), slots.stride(0), slots.stride(1), call.accepted.stride(0), call.pool.stride(0),
-        VB=block, V_FIRST=call.state_v_first, VERIFY=True, **launch.options(tokens), num_warps=4,
-    )  # fmt: skip
+    if call.records is None:
+        _launch_step(call.tokens, call, call.slots, call.slots, call.accepted)
+    else:
+        _launch_replay(call, call.records)
 
 
-def _verify_replay(call: VerifyCall, records: Tensor) -> None:
-    tokens, segments = call.tokens, call.segments
+def _launch_step(
+    tokens: Tokens, call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accepted: Tensor | None
+) -> None:
+    segments, pool, out = call.segments, call.pool, call.out
+    block = value_block(tokens.key_dim, tokens.value_dim, pool.dtype)
+    positions = 1 if accepted is None else read.shape[1]
+    _step(
+        (segments.count * (tokens.value_dim // block), tokens.value_heads, 1),
+        (*launch.inputs(tokens), out, pool),
+        (segments.first_token, segments.length, read, write, accepted),
+        (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
+        (
+            *launch.strides(tokens),
+            *out.stride()[:2],
+            segments.first_token.stride(0),
+            segments.length.stride(0),
+            read.stride(0),
+            write.stride(0),
+            write.stride(1) if accepted is not None else 0,
+            launch.stride(accepted),
+            pool.stride(0),
+        ),
+        (*launch.constants(tokens), block, call.state_v_first, accepted is not None),
+        num_warps=2,
+    )
+
+
+def _launch_replay(call: VerifyCall, records: Tensor) -> None:
+    tokens, segments, pool, out = call.tokens, call.segments, call.pool, call.out
     block = min(tokens.value_dim, 16384 // tokens.key_dim)
-    replay_kernel[(segments.count, tokens.value_heads)](
-        *launch.inputs(tokens), call.out, call.pool, records,
-        segments.first_token, segments.length, call.slots, call.accepted,
-        call.pool.shape[0], call.pad_slot, records.shape[1], *launch.scalars(tokens), *launch.strides(tokens),
-        call.out.stride(0), call.out.stride(1),
-        segments.first_token.stride(0), segments.length.stride(0), call.slots.stride(0), call.accepted.stride(0),
-        call.pool.stride(0), records.stride(0), records.stride(1),
-        VB=block, V_FIRST=call.state_v_first, **launch.options(tokens), num_warps=8,
-    )  # fmt: skip
+    _replay_verify(
+        (segments.count, tokens.value_heads, 1),
+        (*launch.inputs(tokens), out, pool, records),
+        (segments.first_token, segments.length, call.slots, call.accepted),
+        (pool.shape[0], call.pad_slot, records.shape[1], tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
+        (
+            *launch.strides(tokens),
+            *out.stride()[:2],
+            segments.first_token.stride(0),
+            segments.length.stride(0),
+            call.slots.stride(0),
+            call.accepted.stride(0),
+            pool.stride(0),
+            *records.stride()[:2],
+        ),
+        (*launch.constants(tokens), block, call.state_v_first),
+        num_warps=4,
+    )
 
 
 def commit(call: CommitCall) -> None:
     """`Backend.commit`."""
-    if call.slots.shape[0] == 0:
+    pool, records, count = call.pool, call.records, call.slots.shape[0]
+    if count == 0:
         return
-    heads, a, b = call.pool.shape[1:]
-    value_dim, key_dim = (a, b) if call.state_v_first else (b, a)
-    block = value_block(key_dim, value_dim)
-    commit_kernel[(call.slots.shape[0] * (value_dim // block), heads)](
-        call.pool, call.records, call.slots, call.accepted,
-        call.pool.shape[0], call.pad_slot, call.records.shape[1],
-        call.slots.stride(0), call.accepted.stride(0), call.pool.stride(0),
-        call.records.stride(0), call.records.stride(1),
-        K=key_dim, V=value_dim, VB=block, V_FIRST=call.state_v_first, num_warps=4,
-    )  # fmt: skip
+    heads, *inner = pool.shape[1:]
+    value_dim, key_dim = inner if call.state_v_first else reversed(inner)
+    block = value_block(key_dim, value_dim, pool.dtype)
+    _commit(
+        (count * (value_dim // block), heads, 1),
+        (pool, records),
+        (call.slots, call.accepted),
+        (pool.shape[0], call.pad_slot, records.shape[1]),
+        (call.slots.stride(0), call.accepted.stride(0), pool.stride(0), *records.stride()[:2]),
+        (key_dim, value_dim, block, call.state_v_first),
+        num_warps=2,
+    )

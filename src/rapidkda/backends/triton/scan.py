@@ -5,8 +5,9 @@ float32 registers, V as the rows of every product:
 
     U = uv - wk S        O = q_scale (qd S + aq U)        S <- decay S + U kr
 
-U is the one quantity whose rounding adds up in the state, so it enters the products in float16 with a power of two
-per row taken out: 11 bits at any magnitude.
+U is the one quantity whose rounding adds up in the state, so it enters the products in float16: 11 bits, but few
+exponents. A power of two per row is therefore taken out of U and S together, and changed when U outgrows its range.
+uv comes in through a product with the identity, because only operands of products are fetched ahead.
 
 Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
 side by side: first each part's own contribution (rows of V, from a zero state) and its effect on the state it starts
@@ -19,7 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import dot, dot_fp32, narrow, power_of_two, trips, usable
+from . import launch
+from .blocks import add_dot, dot, dot_fp32, narrow, power_of_two, trips, usable
 from .tiles import tile_count
 
 WHOLE = tl.constexpr(0)
@@ -41,6 +43,10 @@ def _advance(
     value_offset = 3 * C * K + lanes[None, :] * V + rows[:, None]  # [VB, C]
     pair_offset = 3 * C * K + C * V + lanes[None, :] * C + lanes[:, None]  # transposed
     step = (records * 0 + heads) * RECORD  # 64-bit
+    scale = tl.full([VB], 1.0, tl.float32)  # the state is kept times this power of two of each row, and
+    unit = tl.full([VB], 1.0, tl.float32)  # this is its inverse
+    square = tl.arange(0, VB)
+    identity = tl.where(square[:, None] == square[None, :], 1.0, 0.0).to(tl.float16)
     for i in tl.range(trips(begin), trips(end), num_stages=STAGES):
         record = records + i * step
         if PRECISE:
@@ -60,21 +66,21 @@ def _advance(
         decay = tl.load(p_vectors + channels)
         if PRECISE:
             u = uv - dot_fp32(state, wk, PRECISION)
-            update = dot_fp32(u, kr, PRECISION)
         else:
             near_state = narrow(state, tl.bfloat16)
-            u = uv.to(tl.float32) * tl.load(p_vectors + K + lanes)[None, :] - dot(near_state, wk)
-            size, inverse = power_of_two(tl.max(tl.abs(u), 1), -60, 110)
-            fine = narrow(u * (inverse * 16384.0)[:, None], tl.float16)
-            size = size / 16384.0
-            update = dot(fine, kr) * size[:, None]
+            u = dot(identity, uv) * tl.load(p_vectors + K + lanes)[None, :] * scale[:, None] - dot(near_state, wk)
+            size, inverse = power_of_two(tl.max(tl.abs(u), 1), -60, 60)
+            fits = (size >= 1.0) & (size <= 16384.0)
+            new_scale, new_unit = power_of_two(tl.where(fits, scale, scale * inverse * 1024.0), -100, 60)
+            change = new_scale * unit
+            fine = narrow(u * change[:, None], tl.float16)
         if PASS != TRANSITIONS:
             qd = tl.load(p_near + C * K + key_offset)
             aq = tl.load(p_fine + pair_offset)
             if PRECISE:
                 out = dot_fp32(state, qd, PRECISION) + dot_fp32(u, aq, PRECISION)
             else:
-                out = dot(near_state, qd) + dot(fine, aq) * size[:, None]
+                out = dot(near_state, qd) * unit[:, None] + dot(fine, aq) * new_unit[:, None]
             out = tl.where(real, out * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
             token = i * C + lanes
             tl.store(
@@ -82,8 +88,13 @@ def _advance(
                 narrow(out, p_out.dtype.element_ty),
                 mask=(token < length)[None, :],
             )
-        state = state * decay[None, :] + update
-    return state
+        if PRECISE:
+            state = state * decay[None, :] + dot_fp32(u, kr, PRECISION)
+        else:
+            state = add_dot(state * decay[None, :] * change[:, None], fine, kr)
+            scale = new_scale
+            unit = new_unit
+    return state * unit[:, None]
 
 
 @triton.jit
@@ -96,16 +107,17 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        "segments", "tiles", "record_start", "carry_start", "transition_start",
+        "segments", "tiles", "record_start", "carry_start", "transition_start", "heads",
         "initial_rows", "final_rows", "checkpoint_rows", "pad_slot",
-    ]
+    ],
+    do_not_specialize_on_alignment=launch.TABLES,
 )  # fmt: skip
 def scan_kernel(
-    p_table, p_bf16, p_fp16, p_fp32, p_out, p_first, p_length,
-    p_initial, p_final, p_read, p_write, p_has, p_begin, p_offset, p_slot, p_checkpoint,
+    p_table, p_bf16, p_fp16, p_fp32, p_out, p_initial, p_final, p_checkpoint,
+    p_first, p_length, p_read, p_write, p_has, p_begin, p_offset, p_slot,
     segments, tiles, record_start, carry_start, transition_start, heads,
     initial_rows, final_rows, checkpoint_rows, pad_slot,
-    o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, checkpoint_s,
+    o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s, checkpoint_s,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr, V_FIRST: tl.constexpr,
     PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -174,10 +186,10 @@ def scan_kernel(
         at_end = tl.load(p_begin + (n + 1) * begin_s)
         while begin < end:
             stop = end
-            offset = tl.load(p_offset + at, mask=at < at_end, other=0)
+            offset = tl.load(p_offset + at * offset_s, mask=at < at_end, other=0)
             while (at < at_end) & (offset <= begin * C):
                 at += 1
-                offset = tl.load(p_offset + at, mask=at < at_end, other=0)
+                offset = tl.load(p_offset + at * offset_s, mask=at < at_end, other=0)
             if at < at_end:
                 stop = tl.minimum(end, (offset + C - 1) // C)
             state = _advance(
@@ -185,7 +197,7 @@ def scan_kernel(
                 rows, K, V, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
             )  # fmt: skip
             while (at < at_end) & (offset <= stop * C):
-                slot = tl.load(p_slot + at).to(tl.int64)
+                slot = tl.load(p_slot + at * slot_s).to(tl.int64)
                 exact = (offset == stop * C) & (offset <= length)
                 tl.store(
                     p_checkpoint + _slot_offsets(slot, checkpoint_s, head, rows, channels, K, V, V_FIRST),
@@ -193,7 +205,7 @@ def scan_kernel(
                     mask=real & exact & usable(slot, checkpoint_rows, -1),
                 )
                 at += 1
-                offset = tl.load(p_offset + at, mask=at < at_end, other=0)
+                offset = tl.load(p_offset + at * offset_s, mask=at < at_end, other=0)
             begin = stop
     else:
         state = _advance(
@@ -217,7 +229,7 @@ def scan_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["segments", "carry_start", "transition_start"])
+@triton.jit(do_not_specialize=["segments", "carry_start", "transition_start", "heads"])
 def compose_kernel(
     p_table, p_fp32, segments, carry_start, transition_start, heads,
     K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import launch
 from .blocks import trips
 
 
@@ -33,9 +34,11 @@ def _fill(p_target, begin, end, value, BLOCK: tl.constexpr):
         tl.store(p_target + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < end)
 
 
-@triton.jit(do_not_specialize=["segments", "tiles", "parts", "part_tiles"])
+@triton.jit(
+    do_not_specialize=["segments", "tiles", "parts", "part_tiles"], do_not_specialize_on_alignment=launch.TABLES
+)
 def tiles_kernel(
-    p_length, p_table, length_s, segments, tiles, parts, part_tiles, C: tl.constexpr, BLOCK: tl.constexpr
+    p_table, p_length, segments, tiles, parts, part_tiles, length_s, C: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Grid (N + 1): program n writes segment n's entries, the last one the ends."""
     n = tl.program_id(0)
