@@ -45,8 +45,9 @@ class KdaLayer:
     ) -> Tensor:
         """hidden_states [B, T, D] to [B, T, D]; the arguments of the module's own forward.
 
-        `cache` is what newer releases of transformers call `cache_params`. `kwargs` are those that the model hands to all of its layers. Only the boundaries of packed sequences concern
-        this one: `cu_seqlens`, or `cu_seq_lens_q` as transformers' collators call it.
+        `cache` is what newer releases of transformers call `cache_params`. `kwargs` are those that the model hands to
+        all of its layers. Only the boundaries of packed sequences concern this one: `cu_seqlens`, or `cu_seq_lens_q`
+        as transformers' collators call it.
         """
         module = self.module
         cache_params = cache if cache_params is None else cache_params
