@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..errors import BackendUnavailable, ConfigConflict
-from . import bench, compile, demo, doctor, verify
+from . import bench, compile, demo, doctor, generate, verify
 from .console import UserError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # the base of every complaint about arguments
@@ -21,6 +21,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # the base of ever
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
 app.command("verify")(verify.verify)
 app.command("compile")(compile.compile_kernels)
 app.add_typer(bench.app, name="bench")

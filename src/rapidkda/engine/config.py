@@ -55,6 +55,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 checks.integer(name, value, 1)
+        if self.batch_invariant and self.max_drafts > 0 and self.rollback == "replay":
+            raise ValueError(
+                "rollback must be 'slots' with batch_invariant and max_drafts above 0: replay folds the accepted tokens "
+                "into the state in one product, which rounds by their number; got 'replay'"
+            )
         chunk = self.chunk
         if self.max_num_seqs + chunk > self.max_num_batched_tokens:
             raise ValueError(
@@ -85,6 +90,4 @@ class EngineConfig:
     @property
     def limits(self) -> StepLimits:
         """The largest step, for tables and workspace. The engine exports no prefix checkpoints."""
-        return StepLimits(
-            max_tokens=self.max_num_batched_tokens, max_requests=self.max_num_seqs, max_checkpoints=0
-        )
+        return StepLimits(max_tokens=self.max_num_batched_tokens, max_requests=self.max_num_seqs, max_checkpoints=0)

@@ -16,7 +16,7 @@ from .. import checks
 from ..serving import StatePool, StepBatch, StepRequest, Workspace, plan_bytes
 from .config import EngineConfig
 from .drafts import Drafter, Progress, PromptLookup
-from .invariant import RowTiles, check_tiles
+from .invariant import RowByRow
 from .model import PackedModel, Span
 from .mtp import MtpDrafter, MtpHead
 from .request import FinishReason, Request, RequestResult, RequestStats, TokenEvent
@@ -85,10 +85,6 @@ class Engine:
         self._requests: dict[Hashable, Request] = {}
         self._results: dict[Hashable, RequestResult] = {}
         self._ids = itertools.count()
-        if self.config.batch_invariant:
-            model.set_experts_implementation("eager")  # one expert after another; the others mix tokens
-            if not check_tiles(self.model.hidden_size, self.model.hidden_size, dtype, device):
-                raise ValueError("batch_invariant must be False here: matrix products round rows by their place")
 
     def _make_drafter(self, drafter: Drafter | MtpHead | str) -> Drafter | None:
         if isinstance(drafter, str) and drafter != "lookup":
@@ -162,6 +158,12 @@ class Engine:
     def unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self._requests)
+
+    def computed_tokens(self, request_id: Hashable) -> int:
+        """Tokens of a live request that states and caches hold: how far its prefill is, and then its text."""
+        if request_id not in self._requests:
+            raise ValueError(f"request_id must be that of a live request, got {request_id!r}")
+        return self._requests[request_id].computed
 
     def take_result(self, request_id: Hashable) -> RequestResult:
         """The result of a request that has ended; it is handed out once."""
@@ -272,7 +274,7 @@ class Engine:
             return self.model.forward(ids, list(_spans(parts)), self._batch, self._pool, self._workspace)
 
     def _mode(self) -> AbstractContextManager[Any]:
-        return RowTiles() if self.config.batch_invariant else nullcontext()
+        return RowByRow() if self.config.batch_invariant else nullcontext()
 
     def _record(self, part: Part) -> StepRequest:
         request = part.request

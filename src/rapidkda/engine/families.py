@@ -58,11 +58,11 @@ def family_of(model: Any) -> Family:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    name = getattr(getattr(model, "config", None), "model_type", None)
+    name = str(getattr(getattr(model, "config", None), "model_type", None))
     if name not in FAMILIES or not hasattr(model, "lm_head"):
         raise ValueError(
             f"model must be a causal language model of transformers of type {', '.join(FAMILIES)}, "
-            f"got {type(model).__name__} (model_type {name!r})"
+            f"got {type(model).__name__} (model_type {name})"
         )
     family = FAMILIES[name](model)
     attention = family.config._attn_implementation
@@ -87,7 +87,8 @@ def _glm5_next(model: Any) -> Family:
         return layer.input_layernorm(x), (post, mix, streams)
 
     def leave(layer: Any, carry: Any, y: Tensor) -> Tensor:
-        streams = _expand(*carry, y)
+        post, mix, streams = carry
+        streams = _expand(post, mix, streams, y)
         post, mix, x = layer.ffn_hc(streams)
         return _expand(post, mix, streams, layer.mlp(layer.post_attention_layernorm(x)))
 

@@ -33,7 +33,7 @@ class PackedModel:
             parameters become views of the layers' (see `rapidkda.engine.weights`); values and classes stay.
         state_dtype: of the recurrent states.
         backends: which backends the configuration asks for.
-        one_by_one: call attention modules with one token at a time, so that shapes do not depend on the step.
+        one_by_one: call the model's modules with one token at a time, so that shapes do not depend on the step.
 
     Raises ValueError or TypeError for a model that the engine does not run, `BackendUnavailable` for a backend asked
     for by name that cannot run here.
@@ -106,31 +106,40 @@ class PackedModel:
             Hidden states [T, D] after the last norm.
         """
         family = self.family
-        residual = family.embed(ids[None])
+        pieces = [family.embed(piece) for piece in self._pieces(ids[None])]
         topk: list[Any] = [None] * len(spans)
         for index, layer in enumerate(self.layers):
-            x, carry = family.enter(layer, residual)
+            entered = [family.enter(layer, piece) for piece in pieces]
+            x = _join([x for x, _ in entered])
             if index in self.kda:
                 y = self.kda[index](x[0], batch, pool, workspace)[None]
                 topk = [None] * len(spans)
             else:
                 parts = [self._attend(layer.self_attn, x, span, topk[place]) for place, span in enumerate(spans)]
-                y = torch.cat([part for part, _ in parts], dim=1)
+                y = _join([part for part, _ in parts])
                 topk = [chosen for _, chosen in parts]
-            residual = family.leave(layer, carry, y)
-        return family.finish(residual)[0]
+            pieces = [family.leave(layer, carry, part) for (_, carry), part in zip(entered, self._pieces(y))]
+        return _join([family.finish(piece) for piece in pieces])[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocabulary] of hidden states [R, D]."""
-        logits: Tensor = self.family.head(hidden)
-        return logits
+        return _join([self.family.head(piece) for piece in self._pieces(hidden[None])])[0]
+
+    def _pieces(self, x: Tensor) -> list[Tensor]:
+        """[1, T, ...] as it is, or one copy a token."""
+        return [piece.clone() for piece in x.split(1, dim=1)] if self.one_by_one else [x]
 
     def _attend(self, module: Any, x: Tensor, span: Span, topk: Any) -> tuple[Tensor, Any]:
         own = x[:, span.first : span.first + span.length]
         if not self.one_by_one:
             return self.family.attend(module, own, span.cache, topk)
         parts = [
-            self.family.attend(module, own[:, i : i + 1], span.cache, None if topk is None else topk[i])
-            for i in range(span.length)
+            self.family.attend(module, token, span.cache, None if topk is None else topk[place])
+            for place, token in enumerate(self._pieces(own))
         ]
-        return torch.cat([part for part, _ in parts], dim=1), [chosen for _, chosen in parts]
+        return _join([part for part, _ in parts]), [chosen for _, chosen in parts]
+
+
+def _join(pieces: Sequence[Tensor]) -> Tensor:
+    """Pieces of the token axis, dimension 1, side by side."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=1)

@@ -241,9 +241,7 @@ class MtpDrafter:
 
     def _look_ahead(self, name: Hashable, first: bool) -> StepRequest:
         track = self._tracks[name]
-        return StepRequest(
-            ("ahead", name), "decode", 1, track.ahead, read_slot=track.settled[0] if first else None
-        )
+        return StepRequest(("ahead", name), "decode", 1, track.ahead, read_slot=track.settled[0] if first else None)
 
     def _run(self, records: Sequence[StepRequest], tokens: Sequence[int], hidden: Tensor) -> Tensor:
         self._batch.fill(records)

@@ -16,9 +16,7 @@ from ..serving import BackendWish, KDALayer
 
 
 @torch.no_grad()
-def adopt(
-    module: Any, config: Any, pool_layer: int, *, state_dtype: torch.dtype, backends: BackendWish
-) -> KDALayer:
+def adopt(module: Any, config: Any, pool_layer: int, *, state_dtype: torch.dtype, backends: BackendWish) -> KDALayer:
     """The serving layer of one KDA module, sharing its weights.
 
     Parameters that the module keeps in another dtype than the layer's float32 (convolution, gate and norm of a
