@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ... import env
 from ...errors import CompilationError
 
@@ -147,10 +149,11 @@ def _write(path: Path, code: bytes) -> None:
 
 @functools.cache
 def load(kernel: KernelSource, device: int) -> LoadedKernel:
-    """A kernel on the device of that ordinal, whose context must be current. The first call synchronises."""
-    from cuda.bindings import driver  # type: ignore[import-untyped]
-    from cuda.core import ObjectCode  # type: ignore[import-untyped]
+    """A kernel on the device of that ordinal, the current one. The first call synchronises: it cannot be captured."""
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
 
+    torch.cuda.synchronize(device)  # where nothing has been allocated yet, this makes the context
     with _lock:
         library = ObjectCode.from_cubin(compiled(kernel))
         handle = library.get_kernel(kernel.entry).handle
@@ -168,7 +171,6 @@ def load(kernel: KernelSource, device: int) -> LoadedKernel:
 
 def check(result: tuple[Any, ...]) -> Any:
     """The values of a driver call, or RuntimeError with the driver's name for the failure."""
-    status, *values = result
-    if int(status) != 0:
-        raise RuntimeError(f"CUDA driver call failed: {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
+    if result[0]:
+        raise RuntimeError(f"CUDA driver call failed: {result[0].name}")
+    return result[1] if len(result) == 2 else result[1:]

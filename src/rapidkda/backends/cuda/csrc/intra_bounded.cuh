@@ -6,7 +6,7 @@
 
 struct BoundedGate {
     static constexpr float shift = 56.f;  // s; its powers are exact, so undoing it is too
-    static constexpr float up = 0x1p56f, down = 0x1p-56f;
+    static constexpr float down = 0x1p-56f;
 };
 
 // This lane's two channels of the decayed tiles. decay: G + s of both channels [token][2]. Every half of the inverse tile
@@ -27,17 +27,17 @@ DEVICE void decay_bounded(const float* decay, const u32* keys, u32 raw_queries, 
         if (t < 12) queries[t & 3] = load_shared(raw_queries + (t + 4) * 128 + (word ^ (((t + 4) & 7) << 4)));
         store_shared(kd + at, pack_bf16(k0 * e0, k1 * e1));
         store_shared(inverse + at, pack_bf16(i0, i1));
-        store_shared(kr + at, pack_bf16(i0 * end0, i1 * end1));
+        store_shared(kr + at, pack_f16(i0 * end0, i1 * end1));
         store_shared(kd + 2048 + at, pack_bf16(low_bf16(query) * e0, high_bf16(query) * e1));
     }
 }
 
-// After both warps of the group. Warp 0: L, scaled, into the scratch, and the solve. Warp 1: Aqk into the stage.
-// inverse: inverse-decayed keys, halves kInverseHalf apart; beta: of token `lane` (warp 0, lane < 16).
+// After both warps of the group. The solver: L, scaled, into the scratch, and the solve. The other: Aqk into the stage.
+// inverse: inverse-decayed keys, halves kInverseHalf apart; beta: of token `lane` (solver, lane < 16).
 template <int kInverseHalf>
-DEVICE void multiply_bounded(u32 inverse, u32 stage, u32 scratch, int warp, int lane, float beta) {
+DEVICE void multiply_bounded(u32 inverse, u32 stage, u32 scratch, u32 scales, bool solver, int lane, float beta) {
     float products[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    const u32 decayed = stage + Stage::kd_qd + (warp == 0 ? 0 : 2048);
+    const u32 decayed = stage + Stage::kd_qd + (solver ? 0 : 2048);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 a[4][4], b[4][4];
@@ -53,16 +53,16 @@ DEVICE void multiply_bounded(u32 inverse, u32 stage, u32 scratch, int warp, int 
         }
     }
     const int g = lane >> 2, c = 2 * (lane & 3);
-    if (warp == 1) {  // shifted like qd: the row scale undoes it
-        constexpr float k = BoundedGate::up;
+    if (!solver) {  // rows carry the scale of q
+        const float x = load_shared_float(scales + 64 + g * 4), y = load_shared_float(scales + 96 + g * 4);
         const u32 to = stage + Stage::intra + g * 16 + c * 2;
-        store_shared(to, pack_bf16(lower(k * products[0], g, c), lower(k * products[1], g, c + 1)));
-        store_shared(to + 128, pack_bf16(k * products[2], k * products[3]));
+        store_shared(to, pack_f16(lower(x * products[0], g, c), lower(x * products[1], g, c + 1)));
+        store_shared(to + 128, pack_f16(y * products[2], y * products[3]));
         store_shared(to + 256, 0u);
-        store_shared(to + 384, pack_bf16(lower(k * products[6], g, c), lower(k * products[7], g, c + 1)));
+        store_shared(to + 384, pack_f16(lower(y * products[6], g, c), lower(y * products[7], g, c + 1)));
         return;
     }
-    const LowerScales x = lower_scales(scratch, lane, beta);
+    const LowerScales x = lower_scales(scales, lane, beta);
     const u32 to = lower_entry(scratch, g, c);
     constexpr int next = Scratch::lower_row;
     store_shared_float(to, products[0] * x.row * x.column.x);
@@ -72,5 +72,5 @@ DEVICE void multiply_bounded(u32 inverse, u32 stage, u32 scratch, int warp, int 
     store_shared_float(to + 8 * next + 32, products[6] * x.row8 * x.column8.x);
     store_shared_float(to + 9 * next + 32, products[7] * x.row8 * x.column8.y);
     __syncwarp();
-    solve_and_store(stage, scratch, lane, beta);
+    solve_and_store(stage, scratch, scales, lane, beta);
 }

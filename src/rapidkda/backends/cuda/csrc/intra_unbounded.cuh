@@ -11,7 +11,7 @@
 
 struct UnboundedGate {
     static constexpr float shift = 104.f;  // s: half of 8 * 26
-    static constexpr float up = 0x1p104f, down = 0x1p-104f;
+    static constexpr float down = 0x1p-104f;
 };
 
 // This lane's two channels of the decayed tiles, as decay_bounded; decay: P. Raw q and k tiles, read for the last time
@@ -51,14 +51,14 @@ DEVICE void decay_unbounded(const float* decay, u32 raw_queries, u32 inverse, u3
             store_shared(kd + 2048 + at, pack_bf16(q0 * e0, q1 * e1));
             const float m0 = i0 * middle0, m1 = i1 * middle1;
             store_shared(raw_keys + at, pack_bf16(m0, m1));
-            store_shared(kr + at, pack_bf16(m0 * second_half0, m1 * second_half1));
+            store_shared(kr + at, pack_f16(m0 * second_half0, m1 * second_half1));
         } else {
             const float ke0 = k0 * e0, ke1 = k1 * e1, qe0 = q0 * e0, qe1 = q1 * e1;
             store_shared(raw_queries + at - 1024, pack_bf16(ke0, ke1));
             store_shared(raw_queries + at, pack_bf16(qe0, qe1));
             store_shared(kd + at, pack_bf16(ke0 * first_half0, ke1 * first_half1));
             store_shared(kd + 2048 + at, pack_bf16(qe0 * first_half0, qe1 * first_half1));
-            store_shared(kr + at, pack_bf16(i0 * last0, i1 * last1));
+            store_shared(kr + at, pack_f16(i0 * last0, i1 * last1));
         }
     }
 }
@@ -66,7 +66,7 @@ DEVICE void decay_unbounded(const float* decay, u32 raw_queries, u32 inverse, u3
 // After both warps of the group, as multiply_bounded. Each 16-row operand is 8 rows of k over 8 rows of q, so both warps
 // compute the same three 16 x 8 products and keep the half that is theirs.
 template <int kInverseHalf>
-DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, int warp, int lane, float beta) {
+DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, u32 scales, bool solver, int lane, float beta) {
     float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0}, across[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -89,19 +89,19 @@ DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, int
             }
         }
     const int g = lane >> 2, c = 2 * (lane & 3);
-    if (warp == 1) {  // shifted like qd: the row scale undoes it
-        constexpr float k = UnboundedGate::up;
+    constexpr float down = UnboundedGate::down;
+    if (!solver) {  // rows carry the scale of q
+        const float x = load_shared_float(scales + 64 + g * 4), y = load_shared_float(scales + 96 + g * 4);
         const u32 to = stage + Stage::intra + g * 16 + c * 2;
-        store_shared(to, pack_bf16(lower(k * first[2], g, c), lower(k * first[3], g, c + 1)));
-        store_shared(to + 128, pack_bf16(across[2], across[3]));
+        store_shared(to, pack_f16(lower(x * first[2], g, c), lower(x * first[3], g, c + 1)));
+        store_shared(to + 128, pack_f16(y * down * across[2], y * down * across[3]));
         store_shared(to + 256, 0u);
-        store_shared(to + 384, pack_bf16(lower(k * second[2], g, c), lower(k * second[3], g, c + 1)));
+        store_shared(to + 384, pack_f16(lower(y * second[2], g, c), lower(y * second[3], g, c + 1)));
         return;
     }
-    const LowerScales x = lower_scales(scratch, lane, beta);
+    const LowerScales x = lower_scales(scales, lane, beta);
     const u32 to = lower_entry(scratch, g, c);
     constexpr int next = Scratch::lower_row;
-    constexpr float down = UnboundedGate::down;
     store_shared_float(to, first[0] * x.row * x.column.x);
     store_shared_float(to + next, first[1] * x.row * x.column.y);
     store_shared_float(to + 32, across[0] * down * x.row8 * x.column.x);
@@ -109,5 +109,5 @@ DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, int
     store_shared_float(to + 8 * next + 32, second[0] * x.row8 * x.column8.x);
     store_shared_float(to + 9 * next + 32, second[1] * x.row8 * x.column8.y);
     __syncwarp();
-    solve_and_store(stage, scratch, lane, beta);
+    solve_and_store(stage, scratch, scales, lane, beta);
 }

@@ -14,10 +14,10 @@ enum class Form { kWhole, kPair, kTransition };
 // The part before `v` is made by the producers and, in a cluster, copied to the peer as it stands.
 struct Stage {
     static constexpr int kd_qd = 0;         // [2 halves][kd 16 rows | qd 16 rows][128 B]
-    static constexpr int kr = 8192;         // [2 halves][16][128 B]
+    static constexpr int kr = 8192;         // fp16 [2 halves][16][128 B]
     static constexpr int inverse = 12288;   // Tinv, high part, bf16 [2 column halves][16][8]
     static constexpr int inverse_low = 12800;  // Tinv - high part
-    static constexpr int intra = 13312;     // Aqk, same layout
+    static constexpr int intra = 13312;     // Aqk, fp16, same layout
     static constexpr int decay = 13824;     // exp(G_C) fp32, [4 lanes % 4][16 n-tiles][2], rows padded to 144 B
     static constexpr int decay_row = 144;
     static constexpr int row_scale = 14400;  // fp32 [k 16 | q 16]
@@ -44,17 +44,23 @@ struct Config {
     static constexpr int kStages = kCluster ? 8 : 4;
     static constexpr int kSlots = kCluster ? 1 : 2;  // raw tiles in flight a group
 
+    // With one slot, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may not lie over
+    // g. Unbounded gates reuse q and k as well, and fp32 g leaves no room.
+    static constexpr bool kEarlyReload = kBounded && kSlots == 1 && !kGateFloat;
+
     static constexpr int kGateTile = kGateFloat ? 8192 : 4096;
     static constexpr int kRaw = 8192 + kGateTile;  // q, k, g of one chunk
-    static constexpr int kScratch = 1408;          // of a producer group, see prepare.cuh
-    static constexpr int kStaging = 512;           // of a consumer warp: its 16x16 output tile
+    static constexpr int kScratch = 1536;          // of a producer group, see prepare.cuh
+    static constexpr int kStaging = kOutputs ? 512 : 0;  // of a consumer warp: its 16x16 output tile
 
     static constexpr int stages = 0;
     static constexpr int raw = stages + kStages * Stage::bytes;
-    static constexpr int scratch = raw + kGroups * kSlots * kRaw;
+    static constexpr int inverse = raw + kGroups * kSlots * kRaw;
+    static constexpr int scratch = inverse + (kEarlyReload ? kGroups * 4096 : 0);
     static constexpr int staging = scratch + kGroups * kScratch;
     static constexpr int full = staging + kWarpgroups * 4 * kStaging;  // barriers: stage ready
     static constexpr int empty = full + 8 * kStages;                   // stage free
     static constexpr int raw_full = empty + 8 * kStages;               // raw tiles landed
     static constexpr int kBytes = raw_full + 8 * kGroups * kSlots + 1024;  // 1024: room to align the base
+    static_assert(kBytes <= 232448 - 1024, "shared memory of an SM, less what the driver and static variables take");
 };

@@ -1,10 +1,17 @@
-// Tensor-core products, bf16 in and fp32 out: mma.sync of a warp, and the wgmma forms that the recurrence uses.
+// Tensor-core products, bf16 or fp16 in and fp32 out: mma.sync of a warp, and the wgmma forms that the recurrence uses.
 #pragma once
 #include "scalar.cuh"
 
 // d[16 x 8] += a[16 x 16] b[16 x 8]
 DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same with fp16 operands.
+DEVICE void mma_f16(float* d, const u32* a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -45,10 +52,10 @@ DEVICE void wgmma_n16(float* d, const u32* a, u64 b, int accumulate) {
     "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), "+f"(d[o + 6]), \
         "+f"(d[o + 7])
 
-// d[64 x 128] += a[64 x 16] b[16 x 128]; b an N-major tile [16][128], in two halves of 64 columns.
-DEVICE void wgmma_n128(float* d, const u32* a, u64 b) {
+// d[64 x 128] += a[64 x 16] b[16 x 128] in fp16; b an N-major tile [16][128], in two halves of 64 columns.
+DEVICE void wgmma_f16_n128(float* d, const u32* a, u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
         "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
         "%56,%57,%58,%59,%60,%61,%62,%63},{%64,%65,%66,%67},%68,1,1,1,1;\n"

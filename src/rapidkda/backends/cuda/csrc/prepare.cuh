@@ -1,12 +1,13 @@
 // The producers: from raw q, k, g, beta of a chunk to everything the recurrence needs of it (layout.cuh, Stage).
 //
 // Group i of two warps takes every kGroups-th chunk of this CTA. Warp w owns channels 64 w .. 64 w + 63, a lane two
-// neighbouring ones, over all 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA, kSlots ahead.
+// neighbouring ones, over all 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA, kSlots ahead. The two
+// warps take turns as the solver, which has the longer second half of a chunk: the other one goes ahead.
 //
 // Barriers. `raw_full[group, slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of both
 // CTAs of a cluster, is done with the stage. `full[stage]`: this group's two warps arrived and V's bytes landed; where the
-// peer prepares the chunk, the bytes of its copy and of V. A group-wide named barrier separates "tiles written" from
-// "tiles read" and guards the reuse of the raw slot.
+// peer prepares the chunk, the bytes of its copy and of V. Named barriers of a group: `tiles_written` before the products
+// within the chunk, `chunk_done` before the raw slot is filled again and, in a cluster, the stage is copied.
 #pragma once
 #include "gate.cuh"
 #include "intra_bounded.cuh"
@@ -46,10 +47,15 @@ DEVICE void load_v(const Params& p, const Work& w, u32 stage, u32 full, int toke
     }
 }
 
-DEVICE float load_beta(const Params& p, const Work& w, int row) {
-    if (row >= w.rows) return 0.f;
+// Raw bits of beta of a row, decoded when they are needed: the load has a chunk's time to arrive.
+DEVICE u32 load_beta(const Params& p, const Work& w, int row) {
+    if (row >= w.rows) return 0u;
     const i64 at = static_cast<i64>(w.first_token + row) * p.beta_token_stride + w.head * p.beta_head_stride;
-    return load_element(p.beta, at, p.flags & kBetaFloat);
+    return p.flags & kBetaFloat ? static_cast<const u32*>(p.beta)[at] : static_cast<const u16*>(p.beta)[at];
+}
+DEVICE float decode_beta(const Params& p, u32 bits) {
+    const float x = __uint_as_float(p.flags & kBetaFloat ? bits : bits << 16);
+    return p.flags & kBetaLogits ? sigmoid(x) * p.beta_scale : x;
 }
 
 // Rows past the segment's end may hold anything, of another request or none: q and k become 0, g what decays by 1.
@@ -133,7 +139,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const int first = C::kCluster ? 2 * group + rank : group;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
     const GateChannels gate = gate_channels(p, w.head, 64 * warp + 2 * this_lane);
-    const int id = 1 + group;  // named barrier of this group
+    const int tiles_written = 1 + group, chunk_done = 1 + C::kGroups + group;  // named barriers of this group
 
     auto raw_slot = [&](int slot) { return shared + C::raw + (group * C::kSlots + slot) * C::kRaw; };
     auto raw_barrier = [&](int slot) { return shared + C::raw_full + 8 * (group * C::kSlots + slot); };
@@ -148,7 +154,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     if (warp == 0 && this_lane == 0)
         for (int slot = 0; slot < C::kSlots; slot++)
             if (first + slot * kStep < n) load_raw(first + slot * kStep, slot);
-    float beta_ahead = warp == 0 && this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0.f;
+    u32 beta_bits = warp == 0 && this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0u;
 
     const u32 own = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
@@ -156,30 +162,28 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const int lane = opaque(this_lane);
         const u32 word = lane * 4;  // of a row
         const int turn = i / kStep, slot = turn % C::kSlots, stage_index = i % C::kStages;
+        const bool solver = warp == (turn & 1);
         const u32 raw = raw_slot(slot), stage = shared + C::stages + stage_index * Stage::bytes;
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
+        const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
+        const u32 own_scales = scales + (solver ? 0 : 64);
         const int rows = min(kChunk, w.rows - i * kChunk);
-        float beta = beta_ahead;
-        if (warp == 0 && lane < 16) {
-            beta_ahead = load_beta(p, w, (i + kStep) * kChunk + lane);
-            if (p.flags & kBetaLogits) beta = sigmoid(beta) * p.beta_scale;
-            if (lane >= rows) beta = 0.f;
-        }
+        const float beta = solver && lane < rows ? decode_beta(p, beta_bits) : 0.f;
+        if (!solver && lane < 16) beta_bits = load_beta(p, w, (i + kStep) * kChunk + lane);  // the next solver
         barrier_wait(raw_barrier(slot), (turn / C::kSlots) & 1);
         if (rows < kChunk) blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
-        write_row_scales(scratch + Scratch::key_scale + warp * 64, raw + (warp == 0 ? 4096 : 0), lane, rows,
-                         p.flags & kL2Norm, warp == 0 ? 1.f : p.scale);
+        write_row_scales(own_scales, raw + (solver ? 4096 : 0), lane, rows, p.flags & kL2Norm, solver ? 1.f : p.scale);
 
         float decay[32];  // of this lane's two channels: logits, then prefix sums of log2 decays from their anchor
         load_logits<C>(decay, raw + 8192, warp, lane);
         accumulate_decays<C>(decay, gate, p.flags & kRawGate);
 
         barrier_wait(empty, ((i / C::kStages) & 1) ^ 1);
-        if (warp == 0 && lane == 0) load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
+        if (!solver && lane == 0) load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
         if (lane < 16)
-            store_shared_float(stage + Stage::row_scale + warp * 64 + lane * 4,
-                               load_shared_float(scratch + Scratch::key_scale + warp * 64 + lane * 4) * Gate::down);
-        const u32 inverse = raw + 8192;
+            store_shared_float(stage + Stage::row_scale + (solver ? 0 : 64) + lane * 4,
+                               load_shared_float(own_scales + lane * 4) * Gate::down);
+        const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
         const u32 own_kd = stage + Stage::kd_qd + 2 * own, own_kr = stage + Stage::kr + own;
         float end0, end1;
@@ -191,23 +195,28 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             end1 = exp2_approx(decay[31]) * Gate::down;
             decay_bounded(decay, keys, raw + own, own_inverse, own_kd, own_kr, word);
         } else {
-            named_barrier(id, 64);  // both warps have read the raw tiles for their scales
+            named_barrier(tiles_written, 64);  // both warps have read the raw tiles for their scales
             decay_unbounded(decay, raw + own, own_inverse, own_kd, own_kr, word, end0, end1);
         }
         store_shared_pair(stage + Stage::decay + (lane & 3) * Stage::decay_row + (8 * warp + (lane >> 2)) * 8, end0,
                           end1);
-        named_barrier(id, 64);
+        named_barrier(tiles_written, 64);
+        if (C::kEarlyReload && !solver && lane == 0 && i + kStep < n) load_raw(i + kStep, 0);
         if constexpr (C::kBounded)
-            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, warp, lane, beta);
+            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, scales, solver, lane, beta);
         else
-            multiply_unbounded<C::kGateTile / 2>(raw, inverse, stage, scratch, warp, lane, beta);
+            multiply_unbounded<C::kGateTile / 2>(raw, inverse, stage, scratch, scales, solver, lane, beta);
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) barrier_arrive(full);
-        named_barrier(id, 64);
-        if (warp == 0 && lane == 0) {
+        if (!solver) {
+            named_barrier_arrive(chunk_done, 64);
+            continue;
+        }
+        named_barrier(chunk_done, 64);
+        if (lane == 0) {
             if constexpr (C::kCluster) copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
-            if (i + kStep * C::kSlots < n) load_raw(i + kStep * C::kSlots, slot);
+            if (!C::kEarlyReload && i + kStep * C::kSlots < n) load_raw(i + kStep * C::kSlots, slot);
         }
     }
 }

@@ -26,6 +26,31 @@ DEVICE void mask_tokens(u32* v, int q, int rows) {
     }
 }
 
+// U meets the state's update in fp16, in a high and a low part: 22 bits, but a narrow range. So a warp keeps its rows of
+// the state, and with them U, scaled by a power of two that it moves when U leaves the middle of that range: exact, and
+// nearly never. No row of the state is shared between warps.
+struct Range {
+    float in = 1.f, out = 1.f;  // scale of what comes in (V), and its inverse for what goes out
+    static constexpr u32 kLow = 0x3c000000u, kHigh = 0x45800000u;  // 2^-7 and 2^12 as bits
+    static constexpr float kMost = 0x1p60f;
+
+    // The factor by which everything scaled must be multiplied; U: this lane's part.
+    DEVICE float adjust(const float* u) {
+        float most = 0.f;
+#pragma unroll
+        for (int t = 0; t < 8; t++) most = fmaxf(most, fabsf(u[t]));
+        const u32 bits = warp_max(__float_as_uint(most));
+        if (bits - kLow <= kHigh - kLow) return 1.f;
+        if (bits == 0u || bits >= 0x7f800000u) return 1.f;  // nothing to scale by
+        const int exponent = static_cast<int>(bits >> 23) - 127;  // bring the largest to about 2^4
+        float factor = __int_as_float(min(max(127 + 4 - exponent, 1), 254) << 23);
+        factor = fminf(fmaxf(factor, out / kMost), out * kMost);
+        in *= factor;
+        out = 1.f / in;
+        return factor;
+    }
+};
+
 DEVICE PoolLayout pool_layout(const Params& p, u32 is_float) {
     return PoolLayout{(p.flags & is_float) != 0, (p.flags & kStateVFirst) != 0, (p.flags & kVectorStates) != 0};
 }
@@ -83,31 +108,49 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     u16* out = p.out + (w.first_token + (lane & 15)) * p.out_token_stride + w.head * p.out_head_stride + v_half * 64 +
                warp * 16 + (lane >> 4) * 8;
 
-    float products[16];  // [W 8 | O 8]
-    u32 u[4], u_low[4], intra[4], output[4];
-    Pair query_scale, query_scale8;
+    float products[16];  // [W 8 | O' 8]
+    u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4], intra[4];
+    u32 u[4], u_low[4], output[4];
+    Pair scale, scale8, query_scale, query_scale8;
+    Range range;
 
-    // The next 16 rows of the output, transposed through this warp's staging, 16 bytes a lane; `rows` of them exist.
-    auto store_output = [&](int rows) {
+    // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
+    // back as rows, 16 bytes a lane, and stored; `rows` of the 16 exist.
+    Words4 row_piece;
+    auto stage_output = [&]() {
         store_matrix_transposed(staging + small_lane, output);
         __syncwarp();
-        const Words4 x = load_shared_words4(staging_read);
+    };
+    auto read_output = [&]() { row_piece = load_shared_words4(staging_read); };
+    auto write_output = [&](int rows) {
         if ((lane & 15) < rows)
-            asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(out), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-        out += kChunk * p.out_token_stride;
+            asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(out), "r"(row_piece.x), "r"(row_piece.y),
+                         "r"(row_piece.z), "r"(row_piece.w)
+                         : "memory");
         __syncwarp();
     };
+
+    int stage_index = 0, parity = 0;  // of the chunk whose operands were loaded last
+    u32 stage = shared + C::stages, full = shared + C::full;
+    auto load_operands = [&](int i) {
+        barrier_wait(full, parity);
+        if (!identity) load_matrix_transposed(v, stage + v_lane);
+        load_matrix(inverse, stage + Stage::inverse + small_lane);
+        load_matrix(inverse_low, stage + Stage::inverse_low + small_lane);
+        scale = load_shared_pair(stage + Stage::row_scale + q * 8);
+        scale8 = load_shared_pair(stage + Stage::row_scale + 32 + q * 8);
+        if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
+    };
     auto front = [&](int i) {
-        const int stage_index = i % C::kStages;
-        const u32 stage = shared + C::stages + stage_index * Stage::bytes;
+        if (C::kOutputs && i > 1) out += kChunk * p.out_token_stride;
         u32 state_bf16[32];
 #pragma unroll
         for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
-        barrier_wait(shared + C::full + 8 * stage_index, (i / C::kStages) & 1);
+        const u64 kd_qd = swizzled_tile(stage + Stage::kd_qd, 16, 1024);
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 8; s++) {
-            const u64 tile = swizzled_tile(stage + Stage::kd_qd + (s >> 2) * 4096 + (s & 3) * 32, 16, 1024);
+            const u64 tile = kd_qd + ((s >> 2) * 4096 + (s & 3) * 32) / 16;
             if constexpr (C::kOutputs)
                 wgmma_n32(products, state_bf16 + 4 * s, tile, s > 0);
             else
@@ -115,7 +158,9 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
         wgmma_commit();
         wgmma_wait<1>();
-        // Beside W: the decay, operands of the rest, the output of the chunk before.
+        // Beside W: the decay and the output of the chunk before.
+        const bool has_output = C::kOutputs && i > 0;
+        if (has_output) read_output();
 #pragma unroll
         for (int j = 0; j < 16; j++) {  // pairs: with fewer, wider loads the assembler keeps them all in flight and spills
             const Pair e = load_shared_pair(stage + Stage::decay + q * Stage::decay_row + j * 8);
@@ -125,32 +170,25 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             s[2] *= e.x;
             s[3] *= e.y;
         }
-        u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4];
-        if (!identity) load_matrix_transposed(v, stage + v_lane);
-        load_matrix(inverse, stage + Stage::inverse + small_lane);
-        load_matrix(inverse_low, stage + Stage::inverse_low + small_lane);
-        const Pair scale = load_shared_pair(stage + Stage::row_scale + q * 8);
-        const Pair scale8 = load_shared_pair(stage + Stage::row_scale + 32 + q * 8);
+        if (has_output) write_output(kChunk);
+        wgmma_wait<0>();
         if constexpr (C::kOutputs) {
             load_matrix(intra, stage + Stage::intra + small_lane);
             query_scale = load_shared_pair(stage + Stage::row_scale + 64 + q * 8);
             query_scale8 = load_shared_pair(stage + Stage::row_scale + 96 + q * 8);
-            if (i > 0) store_output(kChunk);
         }
-        if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
-        wgmma_wait<0>();
-        float r[8], exact[8] = {0, 0, 0, 0, 0, 0, 0, 0}, rest[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0}, rest[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         u32 high[4], low[4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            const Pair x = t < 2 ? scale : scale8;
-            r[2 * t] = fmaf(-x.x, products[2 * t], low_bf16(v[t]));
-            r[2 * t + 1] = fmaf(-x.y, products[2 * t + 1], high_bf16(v[t]));
+            const Pair y = t < 2 ? scale : scale8;
+            r[2 * t] = fmaf(-y.x, products[2 * t], low_bf16(v[t]) * range.in);
+            r[2 * t + 1] = fmaf(-y.y, products[2 * t + 1], high_bf16(v[t]) * range.in);
         }
 #pragma unroll
         for (int t = 0; t < 4; t++) high[t] = pack_bf16(r[2 * t], r[2 * t + 1]);
-        mma(exact, high, inverse[0], inverse[1]);
-        mma(exact + 4, high, inverse[2], inverse[3]);
+        mma(x, high, inverse[0], inverse[1]);
+        mma(x + 4, high, inverse[2], inverse[3]);
         mma(rest, high, inverse_low[0], inverse_low[1]);
         mma(rest + 4, high, inverse_low[2], inverse_low[3]);
 #pragma unroll
@@ -158,39 +196,63 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         mma(rest, low, inverse[0], inverse[1]);
         mma(rest + 4, low, inverse[2], inverse[3]);
 #pragma unroll
+        for (int t = 0; t < 8; t++) x[t] += rest[t];
+        const float factor = range.adjust(x);
+        if (factor != 1.f) {  // rare
+#pragma unroll
+            for (int t = 0; t < 64; t++) state[t] *= factor;
+#pragma unroll
+            for (int t = 0; t < 8; t++) x[t] *= factor;
+#pragma unroll
+            for (int t = 8; t < 16; t++) products[t] *= factor;
+        }
+#pragma unroll
         for (int t = 0; t < 4; t++) {
-            const float x = exact[2 * t] + rest[2 * t], y = exact[2 * t + 1] + rest[2 * t + 1];
-            u[t] = pack_bf16(x, y);
-            u_low[t] = pack_bf16(x - low_bf16(u[t]), y - high_bf16(u[t]));
+            u[t] = pack_f16(x[2 * t], x[2 * t + 1]);
+            u_low[t] = pack_f16(x[2 * t] - low_f16(u[t]), x[2 * t + 1] - high_f16(u[t]));
         }
     };
-
     auto back = [&](int i) {
-        const int stage_index = i % C::kStages;
-        const u32 stage = shared + C::stages + stage_index * Stage::bytes;
-        wgmma_fence();
+        float o[8] = {0, 0, 0, 0, 0, 0, 0, 0}, o_low[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if constexpr (C::kOutputs) {  // before the update: behind it, they would wait for the tensor cores
+            mma_f16(o, u, intra[0], intra[1]);
+            mma_f16(o + 4, u, intra[2], intra[3]);
+            mma_f16(o_low, u_low, intra[0], intra[1]);
+            mma_f16(o_low + 4, u_low, intra[2], intra[3]);
+        }
         const u64 kr = swizzled_tile(stage + Stage::kr, 2048, 1024);
-        wgmma_n128(state, u, kr);
-        wgmma_n128(state, u_low, kr);
+        wgmma_fence();
+        wgmma_f16_n128(state, u, kr);
+        wgmma_f16_n128(state, u_low, kr);
         wgmma_commit();
+        const u32 empty = full + C::empty - C::full;
+        stage += Stage::bytes;
+        full += 8;
+        if (++stage_index == C::kStages) {
+            stage_index = 0;
+            parity ^= 1;
+            stage = shared + C::stages;
+            full = shared + C::full;
+        }
+        // Beside the update: operands of the next chunk, the output's last steps.
+        if (i + 1 < n) load_operands(i + 1);
         if constexpr (C::kOutputs) {
-            float* o = products + 8;
-            mma(o, u, intra[0], intra[1]);
-            mma(o + 4, u, intra[2], intra[3]);
-            mma(o, u_low, intra[0], intra[1]);
-            mma(o + 4, u_low, intra[2], intra[3]);
-            output[0] = pack_bf16(o[0] * query_scale.x, o[1] * query_scale.y);
-            output[1] = pack_bf16(o[2] * query_scale.x, o[3] * query_scale.y);
-            output[2] = pack_bf16(o[4] * query_scale8.x, o[5] * query_scale8.y);
-            output[3] = pack_bf16(o[6] * query_scale8.x, o[7] * query_scale8.y);
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                const Pair y = t < 2 ? query_scale : query_scale8;
+                output[t] = pack_bf16(range.out * fmaf(y.x, products[8 + 2 * t], o[2 * t] + o_low[2 * t]),
+                                      range.out * fmaf(y.y, products[9 + 2 * t], o[2 * t + 1] + o_low[2 * t + 1]));
+            }
+            stage_output();
         }
         wgmma_wait<0>();
         if (lane == 0) {
-            barrier_arrive(shared + C::empty + 8 * stage_index);
-            if constexpr (C::kCluster) barrier_arrive_remote(shared + C::empty + 8 * stage_index, rank ^ 1);
+            barrier_arrive(empty);
+            if constexpr (C::kCluster) barrier_arrive_remote(empty, rank ^ 1);
         }
     };
 
+    if (n > 0) load_operands(0);
     // Runs of chunks between checkpoints: the inner loop knows nothing of them.
     for (int i = 0; i < n;) {
         const int end = checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
@@ -203,17 +265,20 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             const int slot = p.checkpoint_slot[checkpoint];
             if (slot >= 0 && slot < p.checkpoint_rows)
                 store_state(state, p.checkpoint_pool, slot * p.checkpoint_stride + head_offset(), row, column,
-                            pool_layout(p, kCheckpointFloat));
+                            pool_layout(p, kCheckpointFloat), range.out);
             checkpoint++;
             find_checkpoint();
         }
     }
-    if constexpr (C::kOutputs)
-        if (n > 0) store_output(w.rows - (n - 1) * kChunk);
+    if (C::kOutputs && n > 0) {
+        if (n > 1) out += kChunk * p.out_token_stride;
+        read_output();
+        write_output(w.rows - (n - 1) * kChunk);
+    }
 
     if constexpr (C::kForm == Form::kTransition)
-        store_state(state, p.transitions, 2 * part_offset() + (identity ? 128 * 128 : 0), row, column, dense);
+        store_state(state, p.transitions, 2 * part_offset() + (identity ? 128 * 128 : 0), row, column, dense, range.out);
     else if (p.final_ && w.last_part)
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
-                    pool_layout(p, kFinalFloat));
+                    pool_layout(p, kFinalFloat), range.out);
 }

@@ -52,7 +52,30 @@ DEVICE u32 pack_bf16(float low, float high) {
 }
 DEVICE float low_bf16(u32 word) { return __uint_as_float(word << 16); }
 DEVICE float high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+// The same in fp16.
+DEVICE u32 pack_f16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE float low_f16(u32 word) {
+    float x;
+    asm("{.reg .b16 a,b; mov.b32 {a,b},%1; cvt.f32.f16 %0,a;}" : "=f"(x) : "r"(word));
+    return x;
+}
+DEVICE float high_f16(u32 word) {
+    float x;
+    asm("{.reg .b16 a,b; mov.b32 {a,b},%1; cvt.f32.f16 %0,b;}" : "=f"(x) : "r"(word));
+    return x;
+}
 DEVICE float load_bf16(const void* p) { return __uint_as_float(static_cast<u32>(*static_cast<const u16*>(p)) << 16); }
+
+// Largest of an unsigned value over the warp.
+DEVICE u32 warp_max(u32 x) {
+    u32 r;
+    asm volatile("redux.sync.max.u32 %0,%1,0xffffffff;" : "=r"(r) : "r"(x));
+    return r;
+}
 
 // The same value, of which the compiler knows nothing: what is computed from it inside a loop is not hoisted out of it,
 // where it would live in registers that the loop does not have.

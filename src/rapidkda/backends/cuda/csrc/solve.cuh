@@ -8,8 +8,8 @@
 struct Scratch {
     static constexpr int lower = 0;  // L^T fp32, [j][i], rows padded to 20 floats; only i > j is read
     static constexpr int lower_row = 80;
-    static constexpr int key_scale = 1280;  // fp32 [16] of k, then of q (row_scale.cuh)
-    static constexpr int query_scale = 1344;
+    static constexpr int scales = 1280;  // two sets, for chunks in turn: fp32 [16] of k, then of q (row_scale.cuh)
+    static constexpr int scales_bytes = 128;
 };
 
 DEVICE u32 lower_entry(u32 scratch, int i, int j) { return scratch + Scratch::lower + j * Scratch::lower_row + i * 4; }
@@ -19,9 +19,8 @@ struct LowerScales {
     float row, row8;
     Pair column, column8;
 };
-DEVICE LowerScales lower_scales(u32 scratch, int lane, float beta) {
+DEVICE LowerScales lower_scales(u32 scales, int lane, float beta) {
     const int g = lane >> 2, q = lane & 3;
-    const u32 scales = scratch + Scratch::key_scale;
     return LowerScales{load_shared_float(scales + g * 4) * __shfl_sync(kAllLanes, beta, g),
                        load_shared_float(scales + 32 + g * 4) * __shfl_sync(kAllLanes, beta, g + 8),
                        load_shared_pair(scales + q * 8), load_shared_pair(scales + 32 + q * 8)};
@@ -29,7 +28,8 @@ DEVICE LowerScales lower_scales(u32 scratch, int lane, float beta) {
 
 // Lane j < 16 computes column j and writes Diag(key scale) (I + L)^-1 Diag(beta), as a high and a low bf16 part: the
 // consumers multiply raw keys, so the rows carry their scale.
-DEVICE void solve_and_store(u32 stage, u32 scratch, int lane, float beta) {
+// scales: of the keys.
+DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float beta) {
     if (lane >= 16) return;
     float x[16];
 #pragma unroll
@@ -48,7 +48,7 @@ DEVICE void solve_and_store(u32 stage, u32 scratch, int lane, float beta) {
     const u32 to = stage + Stage::inverse + small_matrix(0, lane), low = to + Stage::inverse_low - Stage::inverse;
 #pragma unroll
     for (int m = 0; m < 16; m += 2) {
-        const Pair scale = load_shared_pair(scratch + Scratch::key_scale + m * 4);
+        const Pair scale = load_shared_pair(scales + m * 4);
         const float y0 = x[m] * beta * scale.x, y1 = x[m + 1] * beta * scale.y;
         const u32 high = pack_bf16(y0, y1);
         store_shared_halves(to + m * 16, to + m * 16 + 16, high);

@@ -42,19 +42,20 @@ DEVICE void load_state(float* state, const void* base, i64 offset, int row, int 
     }
 }
 
-DEVICE void store_state(const float* state, void* base, i64 offset, int row, int column, PoolLayout layout) {
+// As load_state; every element times `scale`.
+DEVICE void store_state(const float* state, void* base, i64 offset, int row, int column, PoolLayout layout, float scale) {
     if (layout.vectors) {
         const i64 at = offset + row * 128 + column;
         if (layout.is_float) {
 #pragma unroll
             for (int t = 0; t < 32; t++)
                 *reinterpret_cast<Pair*>(static_cast<float*>(base) + at + state_word(t)) =
-                    Pair{state[2 * t], state[2 * t + 1]};
+                    Pair{state[2 * t] * scale, state[2 * t + 1] * scale};
         } else {
 #pragma unroll
             for (int t = 0; t < 32; t++)
                 *reinterpret_cast<u32*>(static_cast<u16*>(base) + at + state_word(t)) =
-                    pack_bf16(state[2 * t], state[2 * t + 1]);
+                    pack_bf16(state[2 * t] * scale, state[2 * t + 1] * scale);
         }
         return;
     }
@@ -62,6 +63,6 @@ DEVICE void store_state(const float* state, void* base, i64 offset, int row, int
 #pragma unroll
     for (int t = 0; t < 64; t++) {
         const int r = row + (t & 2) * 4, c = column + (t >> 2) * 8 + (t & 1);
-        store_element(base, offset + r * row_stride + c * column_stride, layout.is_float, state[t]);
+        store_element(base, offset + r * row_stride + c * column_stride, layout.is_float, state[t] * scale);
     }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 ORDER_ENTRIES = 64
 SIZE = 960  # sizeof(Params): its alignment is that of a tensor map, 64
@@ -28,54 +28,53 @@ class Flags:
     VECTOR_STATES = 1 << 12
 
 
-@dataclass(slots=True)
-class Params:
-    """Fields in the order of the C struct, after the four tensor maps and before the launch order."""
+class Params(NamedTuple):
+    """Fields in the order of the C struct, after the four tensor maps and before the launch order. Addresses are 0
+    where the tensor is absent; strides count elements."""
 
-    beta: int = 0
-    A_log: int = 0
-    dt_bias: int = 0
-    out: int = 0
-    initial: int = 0
-    final: int = 0
-    checkpoint_pool: int = 0
-    first_token: int = 0
-    length: int = 0
-    read_slots: int = 0
-    write_slots: int = 0
-    has_initial: int = 0
-    checkpoint_begin: int = 0
-    checkpoint_offset: int = 0
-    checkpoint_slot: int = 0
-    transitions: int = 0
-    starts: int = 0
-    beta_token_stride: int = 0
-    beta_head_stride: int = 0
-    out_token_stride: int = 0
-    out_head_stride: int = 0
-    initial_stride: int = 0
-    final_stride: int = 0
-    checkpoint_stride: int = 0
-    read_stride: int = 0
-    write_stride: int = 0
-    has_initial_stride: int = 0
-    tokens: int = 0
-    segments: int = 0
-    value_heads: int = 0
-    group: int = 1
-    initial_rows: int = 0
-    final_rows: int = 0
-    checkpoint_rows: int = 0
-    pad_slot: int = 0
-    parts: int = 1
-    flags: int = 0
-    scale: float = 1.0
-    beta_scale: float = 1.0
-    lower_bound: float = 0.0
+    beta: int
+    A_log: int
+    dt_bias: int
+    out: int
+    initial: int
+    final: int
+    checkpoint_pool: int
+    first_token: int
+    length: int
+    read_slots: int
+    write_slots: int
+    has_initial: int
+    checkpoint_begin: int
+    checkpoint_offset: int
+    checkpoint_slot: int
+    transitions: int
+    starts: int
+    beta_token_stride: int
+    beta_head_stride: int
+    out_token_stride: int
+    out_head_stride: int
+    initial_stride: int
+    final_stride: int
+    checkpoint_stride: int
+    read_stride: int
+    write_stride: int
+    has_initial_stride: int
+    tokens: int
+    segments: int
+    value_heads: int
+    group: int
+    initial_rows: int
+    final_rows: int
+    checkpoint_rows: int
+    pad_slot: int
+    parts: int
+    flags: int
+    scale: float
+    beta_scale: float
+    lower_bound: float
     reserved: int = 0
 
 
-_NAMES = tuple(field.name for field in fields(Params))
 _LAYOUT = struct.Struct("<512s17Q10q9iI3fi128s")
 
 
@@ -86,6 +85,6 @@ class Argument:
 
     def __init__(self, maps: bytes, params: Params, order: bytes = b""):
         self._buffer = ctypes.create_string_buffer(SIZE)
-        _LAYOUT.pack_into(self._buffer, 0, maps, *(getattr(params, name) for name in _NAMES), order)
+        _LAYOUT.pack_into(self._buffer, 0, maps, *params, order)
         self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
         self.address = ctypes.addressof(self._pointer)
