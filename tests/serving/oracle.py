@@ -5,15 +5,43 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
 from rapidkda import reference
 from rapidkda.serving import BackendWish, KDALayer, StatePool, StepLimits, Workspace
+from rapidkda.testing.tolerances import bar, case_bar
 
 HIDDEN = 32
-BACKEND = os.environ.get("RAPIDKDA_TEST_BACKEND", "torch")
-WISH = BackendWish(prefill=BACKEND, decode=BACKEND)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the layers of these tests run on, and the bars that go with it."""
+
+    backend: str
+    device: str
+    dtype: torch.dtype
+    dim: int
+    out: float
+    state: float
+
+
+def find_target() -> Target:
+    """The torch backend in float32, or the backend that RAPIDKDA_TEST_BACKEND names, in bfloat16, on a GPU if any."""
+    name = os.environ.get("RAPIDKDA_TEST_BACKEND", "torch")
+    if name == "torch":
+        single = torch.float32
+        return Target(name, "cpu", single, 16, case_bar(single).out, bar("slow", single).state)
+    on_gpu = torch.cuda.is_available()
+    # Projections, convolution, KDA, norm and output each round once to bfloat16.
+    return Target(name, "cuda" if on_gpu else "cpu", torch.bfloat16, 128 if on_gpu else 64, 2e-2, 2e-2)
+
+
+TARGET = find_target()
+WISH = BackendWish(prefill=TARGET.backend, decode=TARGET.backend)
+only_on_torch = pytest.mark.skipif(TARGET.backend != "torch", reason="about the host's part: run on the torch backend")
 
 
 @dataclass(frozen=True)
@@ -39,9 +67,10 @@ class Oracle:
     def fresh(self) -> State:
         layer = self.layer
         heads, dim = layer.num_heads, layer.head_dim
+        options = {"dtype": torch.float64, "device": layer.in_proj.device}
         return State(
-            torch.zeros(heads, dim, dim, dtype=torch.float64),
-            torch.zeros(layer.shape.conv_width - 1, 3 * heads * dim, dtype=torch.float64),
+            torch.zeros(heads, dim, dim, **options),  # type: ignore[arg-type]
+            torch.zeros(layer.shape.conv_width - 1, 3 * heads * dim, **options),  # type: ignore[arg-type]
         )
 
     def run(self, hidden: Tensor, state: State) -> tuple[Tensor, list[State]]:
@@ -63,7 +92,7 @@ class Oracle:
             out, recurrent = reference.recurrence(q[one], k[one], v[one], g[one], beta[one], dim**-0.5, recurrent)
             core.append(out)
             states.append(State(recurrent, padded[t + 1 : t + layer.shape.conv_width]))
-        outputs = torch.cat(core) if core else torch.zeros(0, heads, dim, dtype=torch.float64)
+        outputs = torch.cat(core) if core else q.new_zeros(0, heads, dim)
         normed = reference.gated_rms_norm(outputs, z, layer.o_norm, layer.eps)
         return normed.flatten(1) @ layer.o_proj.double().T, states
 
@@ -73,15 +102,15 @@ def make_layer(
     *,
     hidden: int = HIDDEN,
     heads: int = 2,
-    dim: int = 16,
+    dim: int = TARGET.dim,
     lower_bound: float | None = -5.0,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = TARGET.dtype,
     weak_gates: bool = True,
     **options: object,
 ) -> KDALayer:
     """A seeded layer. Weak gates (log decay about -0.01) keep every past token visible in the state."""
     generator = torch.Generator().manual_seed(seed)
-    chosen = {"backends": WISH, **options}
+    chosen = {"backends": WISH, "device": TARGET.device, **options}
     layer = KDALayer(hidden, heads, dim, lower_bound=lower_bound, dtype=dtype, **chosen)  # type: ignore[arg-type]
     for name, parameter in layer.named_parameters():
         fan_in = parameter.shape[-1]

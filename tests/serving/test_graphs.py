@@ -13,12 +13,12 @@ from rapidkda import dispatch
 from rapidkda.backends.base import Request
 from rapidkda.device import Device
 from rapidkda.serving import BackendWish, Rollback, StepBatch, StepLimits, StepRequest
-from rapidkda.testing.tolerances import case_bar, relative_error
+from rapidkda.testing.tolerances import relative_error
 
 from .driver import Driver
-from .oracle import WISH, changed_slots, make_layer, make_workspace
+from .oracle import TARGET, WISH, changed_slots, make_layer, make_workspace
 
-OUT = case_bar(torch.float32).out
+OUT = TARGET.out
 LIMITS = StepLimits(max_tokens=24, max_requests=6)
 HAS_GPU = torch.cuda.is_available()
 
@@ -49,7 +49,7 @@ def test_a_step_of_padding_only() -> None:
     driver = Driver(limits=LIMITS)
     driver.batch.fill([StepRequest.padding(8)])
     before = driver.snapshot()
-    hidden = torch.full((8, driver.layer.hidden_size), float("nan"))
+    hidden = torch.full_like(driver.hidden(8), float("nan"))
     assert (driver.layer(hidden, driver.batch, driver.pool, driver.workspace) == 0).all()
     driver.batch.fill([])
     assert driver.layer(hidden[:0], driver.batch, driver.pool, driver.workspace).shape == (0, 32)
@@ -105,7 +105,7 @@ def test_refilled_fixed_tables_equal_exact_ones(rollback: Rollback, kinds: list[
 def test_fixed_tables_are_padding_until_they_are_filled() -> None:
     driver = Driver(limits=LIMITS, fixed=True)
     before = driver.snapshot()
-    hidden = torch.full((LIMITS.max_tokens, driver.layer.hidden_size), float("nan"))
+    hidden = torch.full_like(driver.hidden(LIMITS.max_tokens), float("nan"))
     assert (driver.layer(hidden, driver.batch, driver.pool, driver.workspace) == 0).all()
     assert not changed_slots(driver.pool, before)
 

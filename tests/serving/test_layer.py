@@ -17,7 +17,9 @@ from rapidkda.serving import BackendWish, Glm5NextLinearAttention, KDALayer, Ste
 from rapidkda.testing.tolerances import relative_error
 
 from .driver import Driver
-from .oracle import WISH, Oracle, make_layer
+from .oracle import WISH, Oracle, make_layer, only_on_torch
+
+pytestmark = only_on_torch
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 

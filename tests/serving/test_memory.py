@@ -12,7 +12,9 @@ from rapidkda.dispatch import Choice
 from rapidkda.serving import StatePool, StateShape, StepLimits, StepRequest, Workspace, plan_bytes
 
 from .driver import Driver
-from .oracle import make_layer, make_workspace
+from .oracle import make_layer, make_workspace, only_on_torch
+
+pytestmark = only_on_torch
 
 
 def storage_bytes(pool: StatePool) -> int:

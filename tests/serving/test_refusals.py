@@ -22,7 +22,9 @@ from rapidkda.serving import (
 )
 
 from .driver import Driver
-from .oracle import changed_slots, make_layer, make_workspace
+from .oracle import changed_slots, make_layer, make_workspace, only_on_torch
+
+pytestmark = only_on_torch
 
 SMALL = StepLimits(max_tokens=64, max_requests=4, max_decodes=2, max_checkpoints=1)
 

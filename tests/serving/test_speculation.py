@@ -17,14 +17,15 @@ from torch import Tensor
 
 from rapidkda import Segments, ops
 from rapidkda.serving import KDALayer, Rollback, StepLimits, StepRequest
-from rapidkda.testing.tolerances import bar, case_bar, relative_error
+from rapidkda.testing.tolerances import relative_error
 
 from .driver import Driver
-from .oracle import BACKEND, State, changed_slots, make_layer, resting_state
+from .oracle import TARGET, State, changed_slots, make_layer, only_on_torch, resting_state
 
 FORMS: tuple[Rollback, ...] = ("replay", "slots")
-OUT = case_bar(torch.float32).out
-STATE = bar("slow", torch.float32).state
+OUT = TARGET.out
+STATE = TARGET.state
+SAME = OUT / 10  # two ways to the same result, which products of other shapes may round differently
 
 pytestmark = pytest.mark.parametrize("rollback", FORMS)
 
@@ -117,11 +118,11 @@ def test_one_mixed_call_equals_separate_calls(rollback: Rollback) -> None:
     for record in same:
         if record.slots:
             alone = apart.step(record, inputs=inputs)[record.request_id]
-            assert relative_error(got[record.request_id], alone) <= 1e-6
+            assert relative_error(got[record.request_id], alone) <= SAME
     for name in ("new", "more", "one"):
         left, right = (resting_state(d.pool, d.slots(name)[0]) for d in (together, apart))
-        assert relative_error(left.recurrent, right.recurrent) <= 1e-6
-        assert torch.equal(left.history, right.history) or relative_error(left.history, right.history) <= 1e-6
+        assert relative_error(left.recurrent, right.recurrent) <= SAME
+        assert torch.equal(left.history, right.history) or relative_error(left.history, right.history) <= SAME
 
 
 def test_the_order_of_rows_does_not_matter(rollback: Rollback) -> None:
@@ -132,7 +133,7 @@ def test_the_order_of_rows_does_not_matter(rollback: Rollback) -> None:
         outputs.append(driver.step(*(records[i] for i in order), inputs=inputs))
     for other in outputs[1:]:
         for name, value in outputs[0].items():
-            assert relative_error(other[name], value) <= 1e-6
+            assert relative_error(other[name], value) <= SAME
 
 
 def test_the_same_step_twice_gives_the_same_bits(rollback: Rollback) -> None:
@@ -248,29 +249,29 @@ def test_ragged_drafts_in_one_step(rollback: Rollback) -> None:
 
 def test_history_shifts_like_memmove_however_often(rollback: Rollback) -> None:
     """Reading from entry accepted - 1 and writing from entry 0 of the same slot overlap, over thousands of channels."""
-    channels, width, drafts = 6144, 4, 7
-    weight = torch.zeros(channels, width)
+    channels, width, drafts, device = 6144, 4, 7, TARGET.device
+    weight = torch.zeros(channels, width, device=device)
     weight[:, 0] = 1.0  # the output is the oldest of the four inputs
-    columns = torch.arange(width - 1 + drafts, dtype=torch.float32)
+    columns = torch.arange(width - 1 + drafts, dtype=torch.float32, device=device)
     keep_all = rollback == "slots"  # as a verification, or as a decode
     for run, accepted in itertools.product(range(30), (2, 3, 4, 6)):
         pool = columns.repeat(3, channels, 1).transpose(1, 2).contiguous()
         slot = run % 3
         out = ops.causal_conv(
-            torch.full((1, channels), 100.0),
+            torch.full((1, channels), 100.0, device=device),
             weight,
-            segments=Segments.from_lengths([1]),
+            segments=Segments.from_lengths([1], device),
             state=pool,
-            slots=torch.tensor([slot]),
-            accepted=torch.tensor([accepted]),
+            slots=torch.tensor([slot], device=device),
+            accepted=torch.tensor([accepted], device=device),
             keep_all=keep_all,
             activation=None,
             channels_last=True,
-            backend=BACKEND,
+            backend=TARGET.backend,
         )
         assert (out == accepted - 1).all()
         expected = columns.clone()
-        expected[:3] = torch.tensor([accepted, accepted + 1, 100.0])
+        expected[:3] = torch.tensor([accepted, accepted + 1, 100.0], device=device)
         assert torch.equal(pool[slot], expected.unsqueeze(1).expand(-1, channels))
 
 
@@ -317,6 +318,7 @@ def greedy(rollback: Rollback, count: int, drafter: random.Random | None) -> lis
     return stream[:count]
 
 
+@only_on_torch  # elsewhere bfloat16 rounds near-ties apart
 def test_greedy_tokens_do_not_depend_on_speculation(rollback: Rollback) -> None:
     plain = greedy(rollback, 200, None)
     assert len(set(plain)) > 5  # a stream that could show a difference
@@ -331,6 +333,6 @@ def test_settling_nothing_leaves_the_state_bit_unchanged(rollback: Rollback) -> 
     driver.settle("a", 0)
     state = driver.pool.layers[0]
     if state.records is not None:
-        slots, accepted = torch.tensor(driver.slots("a")), torch.tensor([0])
-        ops.commit(state=state.recurrent, records=state.records, slots=slots, accepted=accepted, backend=BACKEND)
+        slots, accepted = (torch.tensor(v, device=TARGET.device) for v in (driver.slots("a"), [0]))
+        ops.commit(state=state.recurrent, records=state.records, slots=slots, accepted=accepted, backend=TARGET.backend)
     assert not changed_slots(driver.pool, before)

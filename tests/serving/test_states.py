@@ -26,13 +26,13 @@ from rapidkda.serving import (
     usable_prefix,
     warn_if_unreachable,
 )
-from rapidkda.testing.tolerances import bar, case_bar, relative_error
+from rapidkda.testing.tolerances import relative_error
 
 from .driver import Driver
-from .oracle import WISH, State, changed_slots, make_layer, resting_state
+from .oracle import TARGET, WISH, State, changed_slots, make_layer, resting_state
 
-OUT = case_bar(torch.float32).out
-STATE = bar("slow", torch.float32).state
+OUT = TARGET.out
+STATE = TARGET.state
 FORMS: tuple[Rollback, ...] = ("replay", "slots")
 
 
@@ -299,6 +299,15 @@ def rank_of(whole: KDALayer, rank: int, size: int) -> KDALayer:
         "o_norm.weight": whole.o_norm,
         "o_proj.weight": whole.o_proj,
     }
-    layer = KDALayer(whole.hidden_size, heads, dim, dtype=torch.float32, tp_rank=rank, tp_size=size, backends=WISH)
+    layer = KDALayer(
+        whole.hidden_size,
+        heads,
+        dim,
+        dtype=whole.in_proj.dtype,
+        device=whole.in_proj.device,
+        tp_rank=rank,
+        tp_size=size,
+        backends=WISH,
+    )
     layer.load_weights({name: value.data for name, value in tensors.items()})
     return layer
