@@ -125,6 +125,7 @@ def bias_and_activation(target: Target, bias: bool, silu: bool) -> None:
 @case("conv", channels=(1, 1000, 3072), channels_last=(True, False))
 def any_number_of_channels(target: Target, channels: int, channels_last: bool) -> None:
     """Channel counts that are no multiple of a block, and more than one block of tokens."""
+    channels = min(channels, 200) if target.interpreted else channels
     check_call(target, [130, 3, 1], channels=channels, channels_last=channels_last, fresh=[1])
 
 
@@ -273,7 +274,7 @@ def accepted_counts_out_of_range_in_the_window(target: Target) -> None:
 @case("B56", shift=(1, 2, 3))
 def windows_shift_in_place(target: Target, shift: int) -> None:
     """Shifting a wide window left in place is a move, not a copy that overtakes itself."""
-    channels, length = 6144, 10
+    channels, length = 64 if target.interpreted else 6144, 10
     pool = torch.arange(length, device=target.device, dtype=target.dtype).repeat(2, channels, 1).contiguous()
     before = pool.clone()
     x = torch.zeros(1, channels, dtype=target.dtype, device=target.device)

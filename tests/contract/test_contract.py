@@ -32,7 +32,6 @@ from .cases import CASES
 from .target import NotHere, Target
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_case(backend: Target, name: str) -> None:
     if backend.interpreted and CASES[name].slow_when_interpreted:
         pytest.skip("too many tokens for an interpreted kernel")
