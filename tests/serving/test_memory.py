@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rapidkda.dispatch import Choice
-from rapidkda.serving import StatePool, StateShape, StepLimits, StepRequest, Workspace, plan_bytes
+from rapidkda.serving import StatePool, StateShape, StepBatch, StepLimits, StepRequest, Workspace, plan_bytes
 
 from .driver import Driver
 from .oracle import make_layer, make_workspace, only_on_torch
@@ -57,6 +57,15 @@ def test_replay_needs_less_than_a_slot_a_token() -> None:
     replay, slots = (StateShape(heads=16, max_drafts=3, rollback=form) for form in ("replay", "slots"))  # type: ignore[arg-type]
     per_request = [plan_bytes(shape, shape.slots_per_request) for shape in (replay, slots)]
     assert per_request[0] * 3 < per_request[1]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_table_bytes_are_exact(fixed: bool) -> None:
+    pool = StatePool(StateShape(heads=1, key_dim=4, value_dim=4, max_drafts=3, rollback="slots"), 9)
+    batch = StepBatch(pool, StepLimits(40, 5, max_prefills=2, max_checkpoints=3), fixed=fixed)
+    assert batch.nbytes == batch._device.untyped_storage().nbytes() + batch._padding.untyped_storage().nbytes()
+    rows, checkpoints, verifies = 7 * (2 + 5) + (2 + 1) + (5 + 1), 0 if fixed else 2 * 3, 5 * (3 + 4)
+    assert batch.nbytes == 4 * (rows + checkpoints + verifies) + 40
 
 
 class Scratch:

@@ -130,8 +130,8 @@ class KDALayer(nn.Module):
         self.o_norm = parameter(head_dim, dtype=torch.float32)
         self.o_proj = parameter(hidden_size, width)
 
-    @classmethod
-    def from_config(cls, config: Any, **options: Any) -> KDALayer:
+    @staticmethod
+    def from_config(config: Any, **options: Any) -> KDALayer:
         """Build from a Hugging Face Glm5NextTextConfig or KimiLinearConfig; `options` are those of the constructor."""
         return KDALayer(**_dimensions(config), **options)
 
