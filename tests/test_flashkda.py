@@ -101,6 +101,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     fake = StandIn()
     unmet = flashkda.FlashKdaBackend.unmet
     monkeypatch.setattr(flashkda, "find_extension", lambda: flashkda.Extension(fake.forward, fake.workspace_bytes))
+    monkeypatch.setattr(flashkda, "missing_package", lambda: None)
     monkeypatch.setattr(
         flashkda.FlashKdaBackend,
         "unmet",
@@ -199,6 +200,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("change", "phrase"), REFUSALS.values(), ids=REFUSALS)
 def test_each_requirement_is_named(change: dict[str, Any], phrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashkda, "find_extension", lambda: flashkda.Extension(lambda *_: None, lambda *_: 0))
+    monkeypatch.setattr(flashkda, "missing_package", lambda: None)
     hopper: dict[str, Any] = {"op": "prefill", "device": Device("nvidia", "H200", (9, 0))}
     assert flashkda.FlashKdaBackend().unmet(Request(**hopper)) == []
     unmet = flashkda.FlashKdaBackend().unmet(Request(**(hopper | change)))
@@ -235,3 +237,14 @@ def test_extension_of_its_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_extension_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "vllm._flashkda_C, or flash_kda" in str(flashkda.find_extension())
+
+
+def test_a_machine_without_the_gpu_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only whether a package is there is asked; importing vLLM takes long, and may fail without its GPU."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm" else None)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # an import would raise
+    unmet = flashkda.FlashKdaBackend().unmet(Request("prefill", CPU))
+    assert unmet == ["needs an NVIDIA GPU, got CPU"]
+    broken = flashkda.FlashKdaBackend().unmet(Request("prefill", Device("nvidia", "H200", (9, 0))))
+    assert len(broken) == 1
+    assert "vllm._flashkda_C cannot be imported" in broken[0]

@@ -87,6 +87,7 @@ def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda, "_missing_packages", lambda: () if present else ("needs the packages cuda-core",))
     monkeypatch.setattr(triton, "_triton_version", lambda: (3, 6) if present else None)
     monkeypatch.setattr(flashkda, "find_extension", lambda: extension if present else "no extension is installed")
+    monkeypatch.setattr(flashkda, "missing_package", lambda: None if present else "no extension is installed")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("RAPIDKDA_PREFILL_BACKEND", raising=False)
     return present

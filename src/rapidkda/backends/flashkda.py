@@ -35,21 +35,31 @@ class Extension:
     workspace_bytes: Callable[[int, int, int], int]
 
 
+def missing_package() -> str | None:
+    """Why there can be no extension, without importing anything; None where a package is there to try."""
+    if hasattr(torch.ops._flashkda_C, "fwd") or any(importlib.util.find_spec(name) for name in ("vllm", "flash_kda")):
+        return None
+    return "no FlashKDA extension is installed (vllm with vllm._flashkda_C, or flash_kda)"
+
+
 def find_extension() -> Extension | str:
     """The extension, or why there is none. vLLM's is an operator library; the package of its own allocates scratch."""
+    missing = missing_package()
+    if missing is not None:
+        return missing
     if not hasattr(torch.ops._flashkda_C, "fwd") and importlib.util.find_spec("vllm") is not None:
         try:
             importlib.import_module("vllm._flashkda_C")
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, RuntimeError) as error:
             return f"vllm._flashkda_C cannot be imported: {error}"
     if hasattr(torch.ops._flashkda_C, "fwd"):
         library = torch.ops._flashkda_C
         return Extension(lambda *arguments: library.fwd(*arguments, None, None), library.get_workspace_size)
     if importlib.util.find_spec("flash_kda") is None:
-        return "no FlashKDA extension is installed (vllm with vllm._flashkda_C, or flash_kda)"
+        return "vllm has no vllm._flashkda_C.fwd, and flash_kda is not installed"
     try:
         package: Any = importlib.import_module("flash_kda")
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         return f"flash_kda cannot be imported: {error}"
 
     def forward(
@@ -111,7 +121,8 @@ class FlashKdaBackend:
             reasons.append("takes the logits of beta, got use_beta_sigmoid_in_kernel=False")
         if request.neg_eigval:
             reasons.append("has no allow_neg_eigval")
-        missing = find_extension()
+        # importing vllm is slow and may fail on a machine without its GPU, so it is only tried on one
+        missing = find_extension() if capability is not None else missing_package()
         if isinstance(missing, str):
             reasons.append(missing)
         return reasons
