@@ -23,8 +23,8 @@ DEVICE void barrier_wait(u32 bar, int parity) {
 // by the copy engine, and release semantics at cluster scope cost about 1,600 cycles each.
 DEVICE void barrier_arrive_remote(u32 bar, u32 rank) {
     asm volatile(
-        "{.reg .b32 r; mapa.shared::cluster.u32 r,%0,%1; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _,[r];}" ::"r"(
-            bar),
+        "{.reg .b32 r; mapa.shared::cluster.u32 r,%0,%1; "
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _,[r];}" ::"r"(bar),
         "r"(rank)
         : "memory");
 }
@@ -39,7 +39,9 @@ DEVICE void barrier_expect_remote(u32 bar, u32 rank, int bytes) {
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Arrive without waiting for the others.
-DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 DEVICE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

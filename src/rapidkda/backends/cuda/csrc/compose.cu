@@ -1,6 +1,6 @@
-// Start states of the parts of a segment from their affine transitions: S_{p+1} = S_p M_p + B_p, in fp32.
-// A block owns 8 rows (V) of one head of one segment and walks the parts; a thread owns a column (K) and a quarter of the
-// sum. Grid: (16, value heads, segments).
+// Start states of the parts of a segment from their affine transitions: S_{p+1} = S_p M_p + B_p, in fp32. A block owns
+// 8 rows (V) of one head of one segment and walks the parts; a thread owns a column (K) and a quarter of the sum.
+// Grid: (16, value heads, segments).
 #include "work.cuh"
 
 constexpr int kRows = 8, kQuarters = 4, kThreads = 128 * kQuarters, kMatrix = 128 * 128;
@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) compose(const __grid_cons
 #pragma unroll
             for (int k = 0; k < 32; k++) m[k] = transition[kMatrix + (quarter * 32 + k) * 128 + column];
 #pragma unroll
-            for (int r = 0; r < kRows / kQuarters; r++) b[r] = transition[(row0 + quarter + kQuarters * r) * 128 + column];
+            for (int r = 0; r < kRows / kQuarters; r++)
+                b[r] = transition[(row0 + quarter + kQuarters * r) * 128 + column];
         }
         __syncthreads();
         for (int r = quarter; r < kRows; r += kQuarters) p.starts[matrix + (row0 + r) * 128 + column] = rows[r][column];

@@ -7,13 +7,13 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// A tile of 16 tokens of one head: dims (element in a 128-byte block, token, block, head). It lands as
-// [block][16 tokens][128 bytes] with the 128-byte swizzle; how many blocks is the map's box. Tokens past the tensor's end
-// arrive as zeros.
+// A tile of 16 tokens of one head: dims (element in a 128-byte block, token, block, head). It lands as [block][16
+// tokens][128 bytes] with the 128-byte swizzle; how many blocks is the map's box. Tokens past the tensor's end arrive
+// as zeros.
 DEVICE void copy_tile(u32 destination, const TensorMap* map, int token, int block, int head, u32 bar) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3,%4,%5}],[%6];" ::"r"(
-            destination),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0],[%1,{%2,%3,%4,%5}],[%6];" ::"r"(destination),
         "l"(map), "r"(0), "r"(token), "r"(block), "r"(head), "r"(bar)
         : "memory");
 }

@@ -1,6 +1,6 @@
-// Products within a chunk for the bounded gate. Its log2 decay over 16 tokens stays within 16 * 5 * log2(e) = 115.4, so
-// one anchor serves the chunk: L_ij = <k_i 2^(G_i + s), k_j 2^(-G_j - s)>. The constant s centres the exponents, so that
-// keys of any magnitude stay clear of both ends of the bf16 range. Row i depends on tokens up to i only.
+// Products within a chunk for the bounded gate. Its log2 decay over 16 tokens stays within 16 * 5 * log2(e) = 115.4,
+// so one anchor serves the chunk: L_ij = <k_i 2^(G_i + s), k_j 2^(-G_j - s)>. The constant s centres the exponents, so
+// that keys of any magnitude stay clear of both ends of the bf16 range. Row i depends on tokens up to i only.
 #pragma once
 #include "solve.cuh"
 
@@ -9,8 +9,8 @@ struct BoundedGate {
     static constexpr float down = 0x1p-56f;
 };
 
-// This lane's two channels of the decayed tiles. decay: G + s of both channels [token][2]. Every half of the inverse tile
-// stays with one warp: it lies over g, which that warp has read.
+// This lane's two channels of the decayed tiles. decay: G + s of both channels [token][2]. Every half of the inverse
+// tile stays with one warp: it lies over g, which that warp has read.
 // kd_qd, kr, inverse: this lane's words of row 0 without the swizzle term; `word` is that term's seed.
 DEVICE void decay_bounded(const float* decay, const u32* keys, u32 raw_queries, u32 inverse, u32 kd, u32 kr, u32 word) {
     const float end0 = exp2_approx(decay[30]), end1 = exp2_approx(decay[31]);

@@ -1,11 +1,11 @@
-// Products within a chunk for any log decay. A decay below 2^-26 a token counts as 2^-26: what it multiplies is then below
-// the resolution of fp32 sums, and 8 tokens span no more than 208 in log2. So each half of the chunk has an anchor of its
-// own, at its start, as the bounded gate has one for 16 tokens: with P_t = G_t + s in the first half and
+// Products within a chunk for any log decay. A decay below 2^-26 a token counts as 2^-26: what it multiplies is then
+// below the resolution of fp32 sums, and 8 tokens span no more than 208 in log2. So each half of the chunk has an
+// anchor of its own, at its start, as the bounded gate has one for 16 tokens: with P_t = G_t + s in the first half and
 // G_t - G_7 + s in the second,
 //   within a half          <x_i 2^(P_i), k_j 2^(-P_j)>
 //   rows 8.., columns ..7  <x_i 2^(P_i), k_j 2^(G_7 - G_j)>, every true factor at most 1, times 2^-s
-// The anchors lie before the rows that use them, so row i depends on tokens up to i only. Exponentials are as many as for
-// the bounded gate: the other factors follow by multiplication.
+// The anchors lie before the rows that use them, so row i depends on tokens up to i only. Exponentials are as many as
+// for the bounded gate: the other factors follow by multiplication.
 #pragma once
 #include "solve.cuh"
 
@@ -63,10 +63,11 @@ DEVICE void decay_unbounded(const float* decay, u32 raw_queries, u32 inverse, u3
     }
 }
 
-// After both warps of the group, as multiply_bounded. Each 16-row operand is 8 rows of k over 8 rows of q, so both warps
-// compute the same three 16 x 8 products and keep the half that is theirs.
+// After both warps of the group, as multiply_bounded. Each 16-row operand is 8 rows of k over 8 rows of q, so both
+// warps compute the same three 16 x 8 products and keep the half that is theirs.
 template <int kInverseHalf>
-DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, u32 scales, bool solver, int lane, float beta) {
+DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, u32 scales, bool solver, int lane,
+                               float beta) {
     float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0}, across[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int half = 0; half < 2; half++)

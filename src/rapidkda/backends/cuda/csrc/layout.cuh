@@ -5,13 +5,14 @@
 constexpr int kChunk = 16;  // tokens a step
 
 // kWhole:      one CTA owns a head: 128 rows of the state (V), two consumer warpgroups.
-// kPair:       a cluster of two CTAs owns a head, 64 rows of V each; each prepares every other chunk and copies it over.
-// kTransition: a cluster of two CTAs makes the affine transition of a part of a segment: rank 0 its B (zero state), rank
+// kPair:       a cluster of two CTAs owns a head, 64 rows of V each; each prepares every other chunk for both.
+// kTransition: a cluster of two CTAs makes the affine transition of a part of a segment: rank 0 its B (zero state),
+// rank
 //              1 its M (identity state, v = 0), 128 rows each, preparation shared as in kPair. No outputs.
 enum class Form { kWhole, kPair, kTransition };
 
-// One stage: everything the consumers need of one chunk. Tiles have the 128-byte swizzle: [64-channel half][row][128 B].
-// The part before `v` is made by the producers and, in a cluster, copied to the peer as it stands.
+// One stage: everything the consumers need of one chunk. Tiles have the 128-byte swizzle: [64-channel half][row][128
+// B]. The part before `v` is made by the producers and, in a cluster, copied to the peer as it stands.
 struct Stage {
     static constexpr int kd_qd = 0;         // [2 halves][kd 16 rows | qd 16 rows][128 B]
     static constexpr int kr = 8192;         // fp16 [2 halves][16][128 B]
@@ -44,8 +45,8 @@ struct Config {
     static constexpr int kStages = kCluster ? 8 : 4;
     static constexpr int kSlots = kCluster ? 1 : 2;  // raw tiles in flight a group
 
-    // With one slot, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may not lie over
-    // g. Unbounded gates reuse q and k as well, and fp32 g leaves no room.
+    // With one slot, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may not lie
+    // over g. Unbounded gates reuse q and k as well, and fp32 g leaves no room.
     static constexpr bool kEarlyReload = kBounded && kSlots == 1 && !kGateFloat;
 
     static constexpr int kGateTile = kGateFloat ? 8192 : 4096;

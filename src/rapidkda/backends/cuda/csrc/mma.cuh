@@ -29,7 +29,8 @@ DEVICE u64 swizzled_tile(u32 address, int leading, int stride) {
            (static_cast<u64>(stride >> 4) << 32) | (1ull << 62);
 }
 
-// d[64 x N] (+)= a[64 x 16] b[16 x N]; a in registers, b a K-major tile [N][16]. Without `accumulate`, d is overwritten.
+// d[64 x N] (+)= a[64 x 16] b[16 x N]; a in registers, b a K-major tile [N][16]. Without `accumulate`, d is
+// overwritten.
 DEVICE void wgmma_n32(float* d, const u32* a, u64 b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p,%21,0;\n"

@@ -1,10 +1,11 @@
 // Chunked KDA prefill for compute capability 9.0, C = 16: one producer/consumer kernel, no workspace.
 //
-// One CTA (or a cluster of two, see Form) owns one value head of one segment, or a part of it. Consumer warpgroups run the
-// recurrence with the state in registers; producer warps turn raw q, k, v, g, beta of later chunks into its operands.
-// Inputs are read from global memory once and outputs written once.
+// One CTA (or a cluster of two, see Form) owns one value head of one segment, or a part of it. Consumer warpgroups run
+// the recurrence with the state in registers; producer warps turn raw q, k, v, g, beta of later chunks into its
+// operands. Inputs are read from global memory once and outputs written once.
 //
-// Compiled with KDA_FORM, KDA_BOUNDED and KDA_GATE_FLOAT defined; `launch_info` tells the host how to launch the result.
+// Compiled with KDA_FORM, KDA_BOUNDED and KDA_GATE_FLOAT defined; `launch_info` tells the host how to launch the
+// result.
 #include "prepare.cuh"
 #include "recurrence.cuh"
 
@@ -31,7 +32,7 @@ DEVICE void run(const Params& p) {
     const u32 shared = (shared_address(dynamic_shared) + 1023) & ~1023u;
     const int thread = threadIdx.x, lane = thread & 31, warp_index = thread >> 5;
     const u32 rank = C::kCluster ? cluster_rank() : 0;
-    const int parts = C::kForm == Form::kTransition ? p.parts - 1 : p.parts;  // the last part's transition is not needed
+    const int parts = C::kForm == Form::kTransition ? p.parts - 1 : p.parts;  // nobody needs the last transition
     __shared__ Work w;  // in shared memory: read where it is needed, it costs the main loops no registers
     if (thread == 0) w = find_work(p, blockIdx.x / (C::kCluster ? 2 : 1), parts);
     __syncthreads();

@@ -4,10 +4,11 @@
 // neighbouring ones, over all 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA, kSlots ahead. The two
 // warps take turns as the solver, which has the longer second half of a chunk: the other one goes ahead.
 //
-// Barriers. `raw_full[group, slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of both
-// CTAs of a cluster, is done with the stage. `full[stage]`: this group's two warps arrived and V's bytes landed; where the
-// peer prepares the chunk, the bytes of its copy and of V. Named barriers of a group: `tiles_written` before the products
-// within the chunk, `chunk_done` before the raw slot is filled again and, in a cluster, the stage is copied.
+// Barriers. `raw_full[group, slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of
+// both CTAs of a cluster, is done with the stage. `full[stage]`: this group's two warps arrived and V's bytes landed;
+// where the peer prepares the chunk, the bytes of its copy and of V. Named barriers of a group: `tiles_written` before
+// the products within the chunk, `chunk_done` before the raw slot is filled again and, in a cluster, the stage is
+// copied.
 #pragma once
 #include "gate.cuh"
 #include "intra_bounded.cuh"
@@ -92,7 +93,8 @@ DEVICE void load_logits(float* logits, u32 tile, int warp, int lane) {
     } else {
         u32 words[16];
 #pragma unroll
-        for (int t = 0; t < 16; t++) words[t] = load_shared(tile + warp * 2048 + t * 128 + ((lane * 4) ^ ((t & 7) << 4)));
+        for (int t = 0; t < 16; t++)
+            words[t] = load_shared(tile + warp * 2048 + t * 128 + ((lane * 4) ^ ((t & 7) << 4)));
 #pragma unroll
         for (int t = 0; t < 16; t++) {
             logits[2 * t] = low_bf16(words[t]);
@@ -101,7 +103,8 @@ DEVICE void load_logits(float* logits, u32 tile, int warp, int lane) {
     }
 }
 
-// In place: log2 decays, summed from each anchor (the chunk's start; for unbounded gates also its middle), plus the shift.
+// In place: log2 decays, summed from each anchor (the chunk's start; for unbounded gates also its middle), plus the
+// shift.
 template <class C>
 DEVICE void accumulate_decays(float* x, const GateChannels& gate, bool raw_gate) {
     if constexpr (C::kBounded) {

@@ -1,15 +1,18 @@
 // The consumers: the recurrence of one head over the chunks that the producers prepare.
 //
-// A warpgroup keeps 64 rows (V) of the state in fp32 accumulators, V as the M dimension, so that the state is the A operand
-// of every product after a conversion in registers and never visits shared memory. Per chunk:
+// A warpgroup keeps 64 rows (V) of the state in fp32 accumulators, V as the M dimension, so that the state is the A
+// operand of every product after a conversion in registers and never visits shared memory. Per chunk:
 //   [W | O'] = S [kd | qd]^T      one wgmma chain, n = 32: the delta rule's read and the inter-chunk output together
-//   R = V - W,  U = R Tinv^T      mma.sync; R and Tinv in high and low parts: for near-collinear keys the entries of Tinv
-//                                 are large and cancel, and one bf16 product loses what is left
-//   S = decay S + U kr            wgmma, n = 128
-//   O = O' + U Aqk^T
-// The loop is rotated: front(i) makes U of chunk i, the rest of chunk i follows with front(i + 1) behind it. Waiting for
-// all but the newest group right after W is committed tells the assembler that the state's own product is done, so the
-// decay runs beside W.
+//   R = V - W,  U = R Tinv^T      mma.sync; R and Tinv in high and low bf16 parts: for near-collinear keys entries of
+//                                 Tinv are large and cancel, and one bf16 product loses what is left
+//   O = O' + U Aqk^T              mma.sync, fp16, U in a high and a low part: writes of strength 1 cancel the state
+//   S = decay S + U kr            wgmma, n = 128, fp16: bf16 keys alone would cost 7e-3 of the state when U telescopes
+//
+// The critical path is state -> W -> U -> state. The loop is rotated, front(i) = W and U of chunk i, back(i) = its
+// update, and everything else lies beside one of the two wgmma chains: the decay and the stores of the last output
+// beside W, the loads of the next operands and the scaling of the output beside the update. Waiting for all but the
+// newest group right after W is committed tells the assembler that the state's own product is done, so the decay may
+// run beside W.
 #pragma once
 #include "mma.cuh"
 #include "shared.cuh"
@@ -26,21 +29,23 @@ DEVICE void mask_tokens(u32* v, int q, int rows) {
     }
 }
 
-// U meets the state's update in fp16, in a high and a low part: 22 bits, but a narrow range. So a warp keeps its rows of
-// the state, and with them U, scaled by a power of two that it moves when U leaves the middle of that range: exact, and
-// nearly never. No row of the state is shared between warps.
+// U meets the state's update in fp16, in a high and a low part: 22 bits, but a narrow range. So a warp keeps its rows
+// of the state, and with them U, scaled by a power of two that it moves when U leaves the middle of that range: exact,
+// and nearly never. No row of the state is shared between warps.
 struct Range {
     float in = 1.f, out = 1.f;  // scale of what comes in (V), and its inverse for what goes out
     static constexpr u32 kLow = 0x3c000000u, kHigh = 0x45800000u;  // 2^-7 and 2^12 as bits
     static constexpr float kMost = 0x1p60f;
 
-    // The factor by which everything scaled must be multiplied; U: this lane's part.
-    DEVICE float adjust(const float* u) {
-        float most = 0.f;
-#pragma unroll
-        for (int t = 0; t < 8; t++) most = fmaxf(most, fabsf(u[t]));
-        const u32 bits = warp_max(__float_as_uint(most));
-        if (bits - kLow <= kHigh - kLow) return 1.f;
+    // Largest magnitude of U over the warp, as bits; u: this lane's part.
+    DEVICE static u32 largest(const float* u) {
+        const float a = fmaxf(fmaxf(fabsf(u[0]), fabsf(u[1])), fmaxf(fabsf(u[2]), fabsf(u[3])));
+        const float b = fmaxf(fmaxf(fabsf(u[4]), fabsf(u[5])), fmaxf(fabsf(u[6]), fabsf(u[7])));
+        return warp_max(__float_as_uint(fmaxf(a, b)));
+    }
+    DEVICE static bool fits(u32 bits) { return bits - kLow <= kHigh - kLow; }
+    // The factor by which everything scaled must be multiplied when it does not fit.
+    DEVICE float adjust(u32 bits) {
         if (bits == 0u || bits >= 0x7f800000u) return 1.f;  // nothing to scale by
         const int exponent = static_cast<int>(bits >> 23) - 127;  // bring the largest to about 2^4
         float factor = __int_as_float(min(max(127 + 4 - exponent, 1), 254) << 23);
@@ -112,6 +117,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4], intra[4];
     u32 u[4], u_low[4], output[4];
     Pair scale, scale8, query_scale, query_scale8;
+    Quad first_decay;
     Range range;
 
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
@@ -132,6 +138,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     int stage_index = 0, parity = 0;  // of the chunk whose operands were loaded last
     u32 stage = shared + C::stages, full = shared + C::full;
+    auto load_decay = [&](int j) { return load_shared_quad(stage + Stage::decay + q * Stage::decay_row + j * 16); };
     auto load_operands = [&](int i) {
         barrier_wait(full, parity);
         if (!identity) load_matrix_transposed(v, stage + v_lane);
@@ -139,6 +146,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         load_matrix(inverse_low, stage + Stage::inverse_low + small_lane);
         scale = load_shared_pair(stage + Stage::row_scale + q * 8);
         scale8 = load_shared_pair(stage + Stage::row_scale + 32 + q * 8);
+        first_decay = load_decay(0);
         if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
     };
     auto front = [&](int i) {
@@ -162,13 +170,17 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         const bool has_output = C::kOutputs && i > 0;
         if (has_output) read_output();
 #pragma unroll
-        for (int j = 0; j < 16; j++) {  // pairs: with fewer, wider loads the assembler keeps them all in flight and spills
-            const Pair e = load_shared_pair(stage + Stage::decay + q * Stage::decay_row + j * 8);
-            float* s = state + 4 * j;
+        for (int j = 0; j < 8; j++) {
+            const Quad e = j == 0 ? first_decay : load_decay(j);
+            float* s = state + 8 * j;
             s[0] *= e.x;
             s[1] *= e.y;
             s[2] *= e.x;
             s[3] *= e.y;
+            s[4] *= e.z;
+            s[5] *= e.w;
+            s[6] *= e.z;
+            s[7] *= e.w;
         }
         if (has_output) write_output(kChunk);
         wgmma_wait<0>();
@@ -197,19 +209,24 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         mma(rest + 4, low, inverse[2], inverse[3]);
 #pragma unroll
         for (int t = 0; t < 8; t++) x[t] += rest[t];
-        const float factor = range.adjust(x);
-        if (factor != 1.f) {  // rare
+        const u32 largest = Range::largest(x);
+        auto split = [&]() {
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                u[t] = pack_f16(x[2 * t], x[2 * t + 1]);
+                u_low[t] = pack_f16(x[2 * t] - low_f16(u[t]), x[2 * t + 1] - high_f16(u[t]));
+            }
+        };
+        split();  // while the warp agrees on the largest
+        if (!Range::fits(largest)) {  // rare
+            const float factor = range.adjust(largest);
 #pragma unroll
             for (int t = 0; t < 64; t++) state[t] *= factor;
 #pragma unroll
             for (int t = 0; t < 8; t++) x[t] *= factor;
 #pragma unroll
             for (int t = 8; t < 16; t++) products[t] *= factor;
-        }
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-            u[t] = pack_f16(x[2 * t], x[2 * t + 1]);
-            u_low[t] = pack_f16(x[2 * t] - low_f16(u[t]), x[2 * t + 1] - high_f16(u[t]));
+            split();
         }
     };
     auto back = [&](int i) {
@@ -277,7 +294,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     }
 
     if constexpr (C::kForm == Form::kTransition)
-        store_state(state, p.transitions, 2 * part_offset() + (identity ? 128 * 128 : 0), row, column, dense, range.out);
+        store_state(state, p.transitions, 2 * part_offset() + (identity ? 128 * 128 : 0), row, column, dense,
+                    range.out);
     else if (p.final_ && w.last_part)
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
                     pool_layout(p, kFinalFloat), range.out);

@@ -1,7 +1,7 @@
 // States between a pool in global memory and the accumulators of a consumer warpgroup.
 //
-// A warpgroup holds 64 rows (V) by 128 columns (K). Lane (g = lane / 4, c = lane % 4) of warp w has, in state[4 j + 2 i],
-// state[4 j + 2 i + 1], row 16 w + g + 8 i and columns 8 j + 2 c, 8 j + 2 c + 1.
+// A warpgroup holds 64 rows (V) by 128 columns (K). Lane (g = lane / 4, c = lane % 4) of warp w has, in state[4 j + 2
+// i], state[4 j + 2 i + 1], row 16 w + g + 8 i and columns 8 j + 2 c, 8 j + 2 c + 1.
 #pragma once
 #include "scalar.cuh"
 
@@ -43,7 +43,8 @@ DEVICE void load_state(float* state, const void* base, i64 offset, int row, int 
 }
 
 // As load_state; every element times `scale`.
-DEVICE void store_state(const float* state, void* base, i64 offset, int row, int column, PoolLayout layout, float scale) {
+DEVICE void store_state(const float* state, void* base, i64 offset, int row, int column, PoolLayout layout,
+                        float scale) {
     if (layout.vectors) {
         const i64 at = offset + row * 128 + column;
         if (layout.is_float) {

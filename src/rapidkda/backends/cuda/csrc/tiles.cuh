@@ -1,13 +1,13 @@
 // Addresses within swizzled tiles, and products of such tiles by one warp.
 //
-// A tile is [64-channel half][rows][128 bytes]; the 128-byte swizzle exchanges its 16-byte pieces: piece p of row r lies
-// at p ^ (r % 8). Each half starts at a multiple of 1024 bytes.
+// A tile is [64-channel half][rows][128 bytes]; the 128-byte swizzle exchanges its 16-byte pieces: piece p of row r
+// lies at p ^ (r % 8). Each half starts at a multiple of 1024 bytes.
 #pragma once
 #include "mma.cuh"
 #include "shared.cuh"
 
-// ldmatrix addresses of this lane. A operand: 16 rows x 16 channels. B operand: 16 rows (n) x 16 channels (k), or, for 8
-// rows, 8 x 32 channels.
+// ldmatrix addresses of this lane. A operand: 16 rows x 16 channels. B operand: 16 rows (n) x 16 channels (k), or, for
+// 8 rows, 8 x 32 channels.
 DEVICE u32 a_operand(u32 half, int lane, int step) {
     const u32 row = ((lane >> 3) & 1) * 8 + (lane & 7), piece = 2 * step + (lane >> 4);
     return half + row * 128 + ((piece ^ (row & 7)) << 4);

@@ -37,7 +37,8 @@ DEVICE Work find_work(const Params& p, int index, int parts) {
     // Values that the host could not check are brought into range, so that nothing outside the tensors is touched.
     const int first = min(max(p.first_token[n], 0), p.tokens);
     const int length = min(max(p.length[n], 0), p.tokens - first);
-    w.read_slot = p.initial ? slot_of(p.read_slots, p.read_stride, p.flags & kReadSlots64, n, p.pad_slot, p.initial_rows) : 0;
+    w.read_slot =
+        p.initial ? slot_of(p.read_slots, p.read_stride, p.flags & kReadSlots64, n, p.pad_slot, p.initial_rows) : 0;
     w.write_slot =
         p.final_ ? slot_of(p.write_slots, p.write_stride, p.flags & kWriteSlots64, n, p.pad_slot, p.final_rows) : 0;
     w.has_initial = p.initial != nullptr;

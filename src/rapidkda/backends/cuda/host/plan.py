@@ -17,13 +17,12 @@ CHUNK = 16
 MAX_PARTS = 16
 STATE_BYTES = 128 * 128 * 4  # one head's state in fp32
 
-# Microseconds on an H200 (docs/kernels-cuda.md): what a round of CTAs costs at least, and a chunk of a running CTA.
-START_US = 10.0
-WHOLE_US = 1.24
-PAIR_US = 0.68
-TRANSITION_US = 0.90
-COMPOSE_US = 3.6  # a part
-PASSES_US = 12.0  # two more launches
+# Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a round of CTAs costs at least, and what a
+# chunk costs while it runs. Unbounded gates cost about 1.2 times as much in every form, so the choice is the same.
+WHOLE_START_US, WHOLE_US = 14.6, 1.30
+PAIR_START_US, PAIR_US = 9.0, 0.77
+PARALLEL_START_US, TRANSITION_US = 45.0, 0.88  # three launches and the composition
+COMPOSE_US = 1.0  # a part
 
 
 @dataclass(frozen=True)
@@ -62,23 +61,28 @@ def plan_prefill(segments: int, total_chunks: int, longest_chunks: int, value_he
     """
     chains = segments * value_heads
     costs: dict[tuple[FormName, int], float] = {
-        ("whole", 1): _serial(chains, value_heads, total_chunks, longest_chunks, sms, 1, WHOLE_US),
-        ("pair", 1): _serial(chains, value_heads, total_chunks, longest_chunks, sms, 2, PAIR_US),
+        ("whole", 1): _serial(segments, value_heads, total_chunks, longest_chunks, sms, 1, WHOLE_START_US, WHOLE_US),
+        ("pair", 1): _serial(segments, value_heads, total_chunks, longest_chunks, sms, 2, PAIR_START_US, PAIR_US),
     }
     for parts in range(2, MAX_PARTS + 1):
-        if chains * parts * 2 <= sms and longest_chunks >= 8 * parts:
+        if 2 * chains * parts <= sms:
             each = -(-longest_chunks // parts)
-            costs["parallel", parts] = 2 * START_US + PASSES_US + each * (TRANSITION_US + PAIR_US) + COMPOSE_US * parts
+            costs["parallel", parts] = PARALLEL_START_US + each * (TRANSITION_US + PAIR_US) + COMPOSE_US * parts
     (form, parts), best = min(costs.items(), key=lambda item: item[1])
     return Plan(form, parts, best, tuple((f"{n}{f'/{p}' if p > 1 else ''}", us) for (n, p), us in costs.items()))
 
 
-def _serial(chains: int, value_heads: int, total: int, longest: int, sms: int, ctas: int, chunk_us: float) -> float:
+def _serial(
+    segments: int, value_heads: int, total: int, longest: int, sms: int, ctas: int, start_us: float, chunk_us: float
+) -> float:
     """Device time when each head runs its chunks one after another on `ctas` CTAs."""
-    work = (chains * START_US + total * value_heads * chunk_us) * ctas / sms  # if all SMs are busy to the end
-    rounds = -(-chains * ctas // sms)
-    even = rounds * (START_US + total / max(1, chains // value_heads) * chunk_us)  # equal lengths, in rounds
-    return max(START_US + longest * chunk_us, work, even if total == longest * (chains // value_heads) else 0.0)
+    chains = segments * value_heads
+    alone = start_us + longest * chunk_us  # the longest chain, however idle the device is
+    full = (chains * start_us + total * value_heads * chunk_us) * ctas / sms  # every multiprocessor busy to the end
+    rounds = 0.0
+    if total == segments * longest:  # equal lengths come and go together
+        rounds = -(-chains * ctas // sms) * alone
+    return max(alone, full, rounds)
 
 
 def workspace_bytes(value_heads: int, sms: int) -> int:

@@ -1,0 +1,64 @@
+"""What the assembler made of the kernels: the wgmma loop spills nothing, and shared memory fits an SM."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.core")
+
+from rapidkda.backends.cuda import compiler
+from rapidkda.backends.cuda.compiler import KernelSource
+from rapidkda.backends.cuda.host.prefill import kernels
+
+MOST_PRODUCER_SPILLS = 24  # instructions in a loop of about 1,400; the consumers' loop has none
+
+
+def cuobjdump() -> str | None:
+    """The disassembler on the path, or the one in triton's package."""
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        carried = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        if carried.exists():
+            return str(carried)
+    return shutil.which("cuobjdump")
+
+
+def disassemble(kernel: KernelSource, folder: Path) -> list[tuple[int, str]]:
+    """(address, instruction) of a kernel."""
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("no cuobjdump: install triton or the CUDA toolkit")
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiler.compiled(kernel))
+    text = subprocess.run([tool, "-sass", str(path)], capture_output=True, text=True, check=True).stdout
+    return [(int(a, 16), code) for a, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", text)]
+
+
+def innermost_loops(code: list[tuple[int, str]], holding: str) -> list[list[str]]:
+    """Bodies of backward branches that hold an instruction and no smaller such loop."""
+    loops = []
+    for address, instruction in code:
+        branch = re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", instruction)
+        if branch and int(branch[1], 16) < address:
+            body = [text for at, text in code if int(branch[1], 16) <= at <= address]
+            if any(holding in text for text in body):
+                loops.append(body)
+    loops.sort(key=len)
+    return loops[:1]
+
+
+@pytest.mark.parametrize("kernel", [k for k in kernels() if k.entry == "prefill"], ids=str)
+def test_the_recurrence_spills_nothing(kernel: KernelSource, tmp_path: Path) -> None:
+    code = disassemble(kernel, tmp_path)
+    spills = re.compile(r"\b(LDL|STL)\b")
+    (consumers,) = innermost_loops(code, "HGMMA.64x128x16")
+    assert len(consumers) < 700
+    assert [text for text in consumers if spills.search(text)] == []
+    (producers,) = innermost_loops(code, "MUFU.EX2")
+    assert len([text for text in producers if spills.search(text)]) <= MOST_PRODUCER_SPILLS

@@ -1,0 +1,67 @@
+"""The planner: what it picks for the named workloads, and that its bounds hold for every plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rapidkda.backends.cuda.host.plan import CHUNK, MAX_PARTS, STATE_BYTES, Plan, plan_prefill, workspace_bytes
+from rapidkda.testing import by_name
+
+H200_SMS = 132
+
+
+def planned(name: str) -> Plan:
+    shape = by_name(name)
+    chunks = [-(-length // CHUNK) for length in shape.seq_lens]
+    return plan_prefill(len(chunks), sum(chunks), max(chunks), shape.hv, H200_SMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("8x2048_h16", "whole"),
+        ("8x1024_h64", "whole"),
+        ("4x8192_h64", "whole"),
+        ("ragged_h64", "whole"),
+        ("8x256_h16", "whole"),
+        ("4x8192_h16", "pair"),
+        ("2x8192_h16", "pair"),
+        ("1x8192_h64", "pair"),
+        ("1x16384_h32", "pair"),
+        ("1x512_h64", "pair"),
+        ("1x16384_h16", "parallel"),
+        ("1x65536_h16", "parallel"),
+        ("1x16384_h8", "parallel"),
+    ],
+)
+def test_named_workloads_take_the_form_measured_best(name: str, form: str) -> None:
+    assert planned(name).form == form
+
+
+@given(
+    segments=st.integers(1, 300),
+    longest=st.integers(0, 5000),
+    value_heads=st.integers(1, 96),
+    sms=st.sampled_from([78, 114, 132]),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_plan_is_the_cheapest_and_fits_the_device_and_the_workspace(
+    segments: int, longest: int, value_heads: int, sms: int
+) -> None:
+    plan = plan_prefill(segments, segments * longest, longest, value_heads, sms)
+    assert plan.predicted_us == min(us for _, us in plan.alternatives)
+    if plan.form == "parallel":
+        assert 2 <= plan.parts <= MAX_PARTS
+        assert 2 * segments * value_heads * plan.parts <= sms  # two CTAs a part, all at once
+        assert segments * value_heads * plan.parts * 3 * STATE_BYTES <= workspace_bytes(value_heads, sms)
+    else:
+        assert plan.parts == 1
+
+
+def test_a_plan_prints_every_alternative() -> None:
+    text = str(planned("1x16384_h16"))
+    assert text.startswith("parallel in 4 parts")
+    assert "whole" in text
+    assert "pair" in text

@@ -1,0 +1,163 @@
+"""Every form of the prefill kernel, whatever the planner would choose, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rapidkda import ops
+from rapidkda.backends.base import Request
+from rapidkda.backends.cuda import CudaBackend, compiler
+from rapidkda.backends.cuda.host import prefill as host
+from rapidkda.backends.cuda.host.plan import Plan
+from rapidkda.device import Device
+from rapidkda.segments import Checkpoints
+from rapidkda.testing import Inputs, Shape, bar, make_inputs, worst_output_error, worst_state_error
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available() or importlib.util.find_spec("cuda.core") is None:
+    pytest.skip("needs a GPU and cuda-core", allow_module_level=True)
+DEVICE = torch.device("cuda", torch.cuda.current_device())
+UNMET = CudaBackend().unmet(Request("prefill", Device.of(DEVICE)))
+if UNMET:
+    pytest.skip("; ".join(UNMET), allow_module_level=True)
+
+RAGGED = Shape("ragged", (150, 64, 17, 1, 0, 66), 2)
+GROUPED = Shape("grouped", (70, 33), 1, 3)
+FORMS = (("whole", 1), ("pair", 1), ("parallel", 2), ("parallel", 3))
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}{form[1]}")
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes the planner choose one form for everything."""
+    name, parts = request.param
+    monkeypatch.setattr(host, "plan", lambda call, sms: Plan(name, parts, 0.0, ()))
+    return str(name)
+
+
+def run(inputs: Inputs, state_dtype: torch.dtype = torch.float32, v_first: bool = True) -> tuple[torch.Tensor, ...]:
+    """Outputs, and final states V-first, of a call on a pool with permuted slots."""
+    count = len(inputs.spans)
+    slots = torch.randperm(count + 2, generator=torch.Generator().manual_seed(1))[:count].to(DEVICE)
+    states = inputs.states if v_first else inputs.states.transpose(-1, -2)
+    pool = torch.full((count + 2, *states.shape[1:]), float("nan"), dtype=state_dtype, device=DEVICE)
+    pool[slots] = states.to(state_dtype)
+    out = torch.full(inputs.v.shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    ops.prefill(
+        *inputs.operands(),
+        **inputs.options(),
+        segments=inputs.segments,
+        state=pool,
+        slots=slots,
+        state_v_first=v_first,
+        out=out,
+        backend="cuda",
+    )
+    final = pool[slots].float()
+    return out, final if v_first else final.transpose(-1, -2)
+
+
+def errors(inputs: Inputs, out: torch.Tensor, final: torch.Tensor) -> tuple[float, float]:
+    want, state = inputs.expected()
+    return worst_output_error(out, want, inputs.spans), worst_state_error(final, state)
+
+
+@pytest.mark.parametrize("shape", [RAGGED, GROUPED], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32], ids=["g16", "g32"])
+@pytest.mark.parametrize("regime", ["fast", "slow", "mixed", "collinear", "staggered", "unbounded"])
+def test_every_form_meets_the_bar(form: str, regime: str, g_dtype: torch.dtype, shape: Shape) -> None:
+    inputs = make_inputs(
+        shape, regime, dtype=torch.bfloat16, device=DEVICE, seed=4, layout="fused", gaps=True, g_dtype=g_dtype
+    )
+    inputs.states = inputs.states.bfloat16().float()
+    err_out, err_state = errors(inputs, *run(inputs))
+    limit = bar(regime, torch.bfloat16)
+    assert err_state <= limit.state
+    lone = min(length for _, length in inputs.spans if length) == 1  # one row has too few terms to average rounding
+    assert err_out <= (1e-2 if lone else limit.out)
+
+
+@pytest.mark.parametrize("v_first", [True, False], ids=["v_first", "k_first"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=["s32", "s16"])
+def test_every_form_reads_and_writes_every_pool(form: str, state_dtype: torch.dtype, v_first: bool) -> None:
+    inputs = make_inputs(RAGGED, "slow", dtype=torch.bfloat16, device=DEVICE, seed=5, layout="fused", gaps=True)
+    inputs.states = inputs.states.to(state_dtype).float()
+    err_out, err_state = errors(inputs, *run(inputs, state_dtype, v_first))
+    assert err_out <= 1e-2
+    assert err_state <= bar("slow", torch.bfloat16, state_dtype).state
+
+
+# Corrections meet the state in fp16: magnitudes far outside its range, and steps of e^25 within a sequence.
+@pytest.mark.parametrize(
+    ("values", "keys", "states", "swing"),
+    [
+        (1e-6, 1.0, 1e-6, 0.0),
+        (1e6, 1.0, 1e6, 0.0),
+        (1e-20, 1.0, 1e-20, 0.0),
+        (1e5, 1.0, 1.0, 0.0),
+        (1.0, 1.0, 1e6, 0.0),
+        (1.0, 1e-4, 1.0, 0.0),
+        (1.0, 1e3, 1.0, 0.0),
+        (1.0, 1.0, 1.0, 25.0),
+    ],
+)
+def test_magnitudes_do_not_matter(form: str, values: float, keys: float, states: float, swing: float) -> None:
+    inputs = make_inputs(Shape("scaled", (90, 77), 2), "slow", dtype=torch.bfloat16, device=DEVICE, seed=6)
+    steps = torch.linspace(-swing, swing, inputs.v.shape[0], device=DEVICE).exp()[:, None, None]
+    scaled = replace(
+        inputs,
+        v=(inputs.v.float() * values * steps).bfloat16(),
+        k=(inputs.k.float() * keys).bfloat16(),
+        states=inputs.states * states,
+    )
+    err_out, err_state = errors(scaled, *run(scaled))
+    limit = bar("slow", torch.bfloat16)
+    assert err_out <= limit.out
+    assert err_state <= limit.state
+
+
+def test_checkpoints_of_every_form_are_the_states_of_prefixes(form: str) -> None:
+    inputs = make_inputs(Shape("t", (160, 50), 2), "slow", dtype=torch.bfloat16, device=DEVICE, seed=7)
+    table = Checkpoints.build([(0, 16, 0), (0, 96, 1), (0, 160, 2), (1, 48, 3)], 2, DEVICE)
+    exported = torch.full((4, *inputs.states.shape[1:]), float("nan"), device=DEVICE)
+    pool, slots = inputs.states.clone(), torch.arange(2, device=DEVICE)
+    ops.prefill(
+        *inputs.operands(),
+        **inputs.options(),
+        segments=inputs.segments,
+        state=pool,
+        slots=slots,
+        checkpoints=table,
+        checkpoint_pool=exported,
+        backend="cuda",
+    )
+    for segment, offset, slot in ((0, 16, 0), (0, 96, 1), (0, 160, 2), (1, 48, 3)):
+        first = inputs.spans[segment][0]
+        rows = slice(first, first + offset)
+        cut = replace(
+            inputs,
+            **{name: getattr(inputs, name)[rows] for name in ("q", "k", "v", "g", "beta")},
+            segments=type(inputs.segments).from_lengths([offset], DEVICE),
+            states=inputs.states[segment : segment + 1],
+        )
+        assert worst_state_error(exported[slot : slot + 1], cut.expected()[1]) <= bar("slow", torch.bfloat16).state
+
+
+def test_the_same_call_gives_the_same_bits(form: str) -> None:
+    inputs = make_inputs(RAGGED, "unbounded", dtype=torch.bfloat16, device=DEVICE, seed=8, layout="fused", gaps=True)
+    out, final = run(inputs)
+    for _ in range(50):
+        again, state = run(inputs)
+        assert torch.equal(again.view(torch.int16), out.view(torch.int16))
+        assert torch.equal(state, final)
+
+
+def test_other_lengths_compile_nothing(form: str) -> None:
+    run(make_inputs(RAGGED, "slow", dtype=torch.bfloat16, device=DEVICE))
+    before = compiler.compile_count()
+    for lengths in ((1,), (65, 3), (400,), (5,) * 70):
+        run(make_inputs(Shape("t", lengths, 1), "slow", dtype=torch.bfloat16, device=DEVICE))
+    assert compiler.compile_count() == before

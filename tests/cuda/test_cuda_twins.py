@@ -1,0 +1,55 @@
+"""What host and device must agree on: the argument struct, the flags, the kernels' forms."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from rapidkda.backends.cuda import compiler
+from rapidkda.backends.cuda.host import params
+from rapidkda.backends.cuda.host.params import Flags, Params
+
+HEADER = (compiler.SOURCES / "params.cuh").read_text()
+
+
+def test_flags_have_the_values_of_the_header() -> None:
+    device = {name: 1 << int(bit) for name, bit in re.findall(r"k(\w+) = 1u << (\d+)", HEADER)}
+    host = {
+        "".join(word.capitalize() for word in name.split("_")): value
+        for name, value in vars(Flags).items()
+        if name.isupper()
+    }
+    assert {name.lower(): value for name, value in host.items()} == {n.lower(): v for n, v in device.items()}
+    assert len(device) == 13
+
+
+def test_fields_have_the_order_and_types_of_the_header() -> None:
+    body = re.search(r"struct Params \{(.*?)\n\};", HEADER, re.DOTALL)
+    assert body is not None
+    kinds = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
+    fields: list[tuple[str, str]] = []
+    for declaration in re.sub(r"//[^\n]*", "", body[1]).split(";"):
+        words = declaration.split()
+        if not words or (words[0] in ("TensorMap", "u16") and "*" not in declaration):
+            continue
+        pointer = "*" in declaration
+        kind = "Q" if pointer else kinds[words[0]]
+        names = declaration.replace("const", "").replace("*", " ").split(maxsplit=1)[1]
+        fields += [(name.strip().rstrip("_"), kind) for name in names.split(",")]
+    assert [name for name, _ in fields] == list(Params._fields)
+    assert params._LAYOUT.format == "<512s" + _packed([kind for _, kind in fields]) + "128s"
+
+
+def _packed(kinds: list[str]) -> str:
+    """Run lengths of struct codes, as a format string."""
+    runs = re.findall(r"((.)\2*)", "".join(kinds))
+    return "".join(f"{len(run) if len(run) > 1 else ''}{kind}" for run, kind in runs)
+
+
+def test_the_packed_struct_has_the_size_that_the_header_asserts() -> None:
+    size = re.search(r"sizeof\(Params\) == (\d+)", HEADER)
+    assert size is not None
+    assert int(size[1]) == params.SIZE
+    assert params.SIZE - 64 < params._LAYOUT.size <= params.SIZE
+    assert struct.calcsize("<128s") == 2 * params.ORDER_ENTRIES
+    assert f"kOrderEntries = {params.ORDER_ENTRIES};" in HEADER
