@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +53,9 @@ def generate(
     if not data:
         raise UserError(f"--prompt-file must not be empty, got {prompt_file}")
     needs("transformers", "transformers")
+    quiet: Any = importlib.import_module("transformers").logging
+    quiet.set_verbosity_error()  # it warns at every start that its own kernels are missing
+    quiet.disable_progress_bar()
     out = _progress_console()
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -144,26 +148,28 @@ def _run(engine: Engine, text: Text, prompt: list[int], params: SamplingParams, 
 
 
 def _summarise(out: Console, engine: Engine, text: Text, params: SamplingParams, result: RequestResult) -> None:
-    stats, memory = result.stats, engine.memory()
-    table = Table(show_header=False)
+    stats = result.stats
     rows = {
         "prompt": f"{stats.prompt_tokens} tokens ({text.name})",
-        "generated": f"{stats.output_tokens} tokens, ended by {result.finish_reason}"
-        + (f": {result.error}" if result.error else ""),
+        "generated": f"{stats.output_tokens} tokens, ended by {result.finish_reason}",
         "time to first token": _milliseconds(stats.ttft),
         "time per output token": _milliseconds(stats.time_per_output_token),
         "accepted drafts": "no drafts"
         if stats.acceptance_rate is None
         else f"{stats.accepted} of {stats.drafted} ({100 * stats.acceptance_rate:.0f} %)",
-        "states and scratch": f"{memory.total / 2**20:,.1f} MiB",
+        "states and scratch": f"{engine.memory().total / 2**20:,.1f} MiB",
     }
+    if result.error is not None:
+        rows["error"] = result.error
     if not params.greedy:
         rows["seed"] = str(result.seed)
+    table = Table(show_header=False)
     for label, value in rows.items():
         table.add_row(label, value)
-    for op, choice in engine.backend_report()["backends"].items():
-        table.add_row(f"{op} backend", f"{choice['name']} ({choice['reason']})")
-        for other, unmet in choice["passed_over"].items():
+    chosen = engine.backend_report()["backends"]
+    for op in ("prefill", "verify" if engine.config.max_drafts else "decode"):
+        table.add_row(f"{op} backend", f"{chosen[op]['name']} ({chosen[op]['reason']})")
+        for other, unmet in chosen[op]["passed_over"].items():
             table.add_row("", f"passed over {other}: {'; '.join(unmet)}")
     out.print(table)
 

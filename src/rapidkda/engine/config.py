@@ -57,8 +57,8 @@ class EngineConfig:
                 checks.integer(name, value, 1)
         if self.batch_invariant and self.max_drafts > 0 and self.rollback == "replay":
             raise ValueError(
-                "rollback must be 'slots' with batch_invariant and max_drafts above 0: replay folds the accepted tokens "
-                "into the state in one product, which rounds by their number; got 'replay'"
+                "rollback must be 'slots' with batch_invariant and max_drafts above 0, got 'replay', which folds the "
+                "accepted tokens into the state in one product and so rounds by their number"
             )
         chunk = self.chunk
         if self.max_num_seqs + chunk > self.max_num_batched_tokens:

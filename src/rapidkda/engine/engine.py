@@ -175,8 +175,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one step. Returns what happened, after every callback has been told.
 
-        An exception that the model raises ends the requests of that step with "error" and goes on to the caller;
-        the engine can be used further.
+        An exception on the way, an interrupt from the keyboard too, ends the requests of that step with "error" and
+        goes on to the caller; the engine can be used further.
         """
         with torch.inference_mode():
             parts = self._scheduler.schedule(self._propose())
@@ -186,7 +186,7 @@ class Engine:
             try:
                 hidden = self._forward(parts)
                 told = self._settle(parts, hidden)
-            except Exception as failure:
+            except BaseException as failure:
                 for part in parts:
                     if part.request.request_id in self._requests:
                         event = self._finish(part.request, "error", f"{type(failure).__name__}: {failure}")
@@ -303,10 +303,16 @@ class Engine:
             kept = len(part.tokens) if part.prefill else max(1, len(new))
             self._accept(part, kept)
             events = self._extend(request, new, now)
-            if broken and request.request_id in self._requests:
-                events.append(self._finish(request, "error", "logits are not finite"))
             told += [(request, event) for event in events]
-            if self._drafter is not None and request.request_id in self._requests:
+            if request.request_id not in self._requests:
+                continue
+            if broken and part.drafts:
+                # A draft that is not finite spoils the tokens before it too, as attention adds 0 times its values.
+                request.drafting = False
+                self._scheduler.preempt(request)
+            elif broken:
+                told.append((request, self._finish(request, "error", "logits are not finite")))
+            elif self._drafter is not None:
                 following = request.tokens[request.computed - kept + 1 : request.computed + 1]
                 progress.append(Progress(request, rows[:kept], following))
         if self._drafter is not None:

@@ -105,6 +105,7 @@ class Request:
         accepted: tokens accepted of the verify step just before, to be told in the next step; 0 if there was none.
         slots: of the state pool, while it runs.
         cache: of the attention layers, while it runs.
+        drafting: may have drafts; False after drafts whose logits were not finite.
     """
 
     request_id: Hashable
@@ -118,6 +119,7 @@ class Request:
     accepted: int = 0
     slots: tuple[int, ...] = ()
     cache: AttentionCache | None = None
+    drafting: bool = True
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -140,7 +142,7 @@ class Request:
     @property
     def useful_drafts(self) -> int:
         """Drafts that could all be accepted without passing max_new_tokens: one token comes from the model itself."""
-        return max(0, self.params.max_new_tokens - self.produced - 1)
+        return max(0, self.params.max_new_tokens - self.produced - 1) if self.drafting else 0
 
     def result(self, reason: FinishReason, error: str | None) -> RequestResult:
         """What is left of it when it ends."""

@@ -73,7 +73,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def decoding(self) -> list[Request]:
-        """Running requests whose next token may have drafts."""
+        """Running requests that compute their last token next."""
         return [request for request in self.running if request.decoding]
 
     def schedule(self, drafts: Mapping[Hashable, Sequence[int]]) -> list[Part]:
@@ -105,7 +105,7 @@ class Scheduler:
                 continue  # preempted for an older one
             while self._room(parts) < 1:
                 youngest = self.running[-1]
-                self._preempt(youngest)
+                self.preempt(youngest)
                 if youngest is request:
                     break
             else:
@@ -145,7 +145,8 @@ class Scheduler:
         planned = sum(len(other.tokens) + 1 for other in self.running)
         return planned + len(request.tokens) + 1 <= self.config.max_cached_tokens
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Put a running request back at the head of the queue, to compute its tokens again."""
         self._release(request)
         self.running.remove(request)
         self.waiting.appendleft(request)
