@@ -16,6 +16,7 @@ from .conftest import Cli
 COMMANDS = (
     ("doctor",),
     ("demo",),
+    ("generate",),
     ("verify",),
     ("compile",),
     ("bench", "cpu"),
@@ -44,7 +45,7 @@ MISTAKES = {
     "regime that is not timed": (("bench", "cpu", "--regime", "staggered"), "--regime"),
     "result file that is a folder": (("bench", "cpu", "--out", "."), "--out"),
     "report of nothing": (("bench", "report", "no/such.json"), "no/such.json"),
-    "report without a file": (("bench", "report"), "file"),
+    "report without a file": (("bench", "report"), "Missing argument"),
     "readme of nothing": (("bench", "readme", "--root", "no/such"), "README.md"),
     "unknown workload": (("bench", "prefill", "--shape", "1x1", "--backend", "torch"), "1x1"),
     "unknown peer": (("bench", "prefill", "--peers", "cutlass", "--backend", "torch"), "cutlass"),
