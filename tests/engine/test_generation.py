@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,12 @@ def test_models_that_cannot_run_are_refused_by_name(model: Any) -> None:
     with pytest.raises(ValueError, match="drafter must be 'lookup', an MtpHead or a Drafter, got 'oracle'"):
         Engine(model, EngineConfig(), "oracle")
     other = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="model must be in evaluation mode"):
+        Engine(other.train())
+    other.eval().lm_head.to("meta")
+    with pytest.raises(ValueError, match="model must have all of its weights on one device, got cpu, meta"):
+        Engine(other)
+    other = copy.deepcopy(model)
     other.config._attn_implementation_internal = "flash_attention_2"
     other.config.get_text_config()._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation sdpa or eager, got 'flash_attention_2'"):
@@ -181,3 +188,11 @@ def test_backends_come_from_the_configuration_and_are_reported(kimi: Any, monkey
     monkeypatch.setenv("RAPIDKDA_DECODE_BACKEND", "torch")
     source = Engine(kimi).backend_report()["backends"]["decode"]["source"]
     assert source == "environment variable RAPIDKDA_DECODE_BACKEND"
+
+
+def test_the_documented_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) == 1
+    exec(blocks[0], {})
+    assert capsys.readouterr().out.count("length") == 4

@@ -266,6 +266,28 @@ def test_callbacks_may_cancel_and_add(kimi: Any) -> None:
     assert_empty(engine)
 
 
+def test_a_callback_that_cancels_hears_nothing_more_of_the_same_step(kimi: Any) -> None:
+    prompt = random_prompts(1, seed=16)[0]
+    want = plain(kimi, [prompt], 8)
+    engine = Engine(kimi, EngineConfig(max_drafts=3), Knowing(want, seed=5, right=1.0))
+    heard: list[TokenEvent] = []
+
+    def on_token(event: TokenEvent) -> None:
+        heard.append(event)
+        if event.index == 2 and event.token is not None:
+            engine.abort(name)
+
+    name = engine.add_request(prompt, SamplingParams(max_new_tokens=8), on_token=on_token)
+    returned = []
+    while engine.unfinished:
+        returned += engine.step()
+    assert [event.token for event in heard] == [*want[prompt][:3], None]
+    assert heard[-1].finish_reason == "aborted"
+    assert returned == heard[:-1]
+    assert engine.take_result(name).stats.accepted > 0
+    assert_empty(engine)
+
+
 def test_stop_tokens_end_a_request_even_among_accepted_drafts(kimi: Any) -> None:
     prompt = random_prompts(1, seed=17)[0]
     want = plain(kimi, [prompt], 10)

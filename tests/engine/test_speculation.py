@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rapidkda.engine import Engine, EngineConfig, PromptLookup, Request, SamplingParams
-from rapidkda.engine import engine as engine_module
 
 from .support import Knowing, Prompt, greedy_margins, plain, random_prompts, run
 
@@ -105,28 +104,18 @@ def test_prompt_lookup_finds_drafts_in_a_text_that_repeats_itself(model: Any) ->
     assert sum(result.stats.drafted for result in results) > 0
 
 
-def logits_of(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, prompts: Sequence[Prompt], new_tokens: int
-) -> dict[Prompt, Tensor]:
+def logits_of(engine: Engine, prompts: Sequence[Prompt], new_tokens: int) -> dict[Prompt, Tensor]:
     """The logits [new_tokens, vocabulary] that each output token was taken from."""
-    rows: dict[int, list[Tensor]] = {}
-    take = engine_module.continue_request
-
-    def watch(logits: Tensor, best: Any, finite: Any, drafts: Any, sampler: Any) -> Any:
-        taken = take(logits, best, finite, drafts, sampler)
-        rows.setdefault(sampler.seed, []).append(logits[: len(taken[0])].clone())
-        return taken
-
-    params = [SamplingParams(max_new_tokens=new_tokens, seed=seed) for seed in range(len(prompts))]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "continue_request", watch)
-        engine.generate(prompts, params)
-    return {prompt: torch.cat(rows[seed])[:new_tokens] for seed, prompt in enumerate(prompts)}
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens, keep_logits=True))
+    for result in results:
+        assert result.logits is not None
+        assert result.logits.argmax(-1).tolist() == list(result.tokens)
+    return {result.prompt: result.logits for result in results if result.logits is not None}
 
 
 @pytest.mark.parametrize(("family", "count"), [("kimi_linear", 10), ("glm5_next", 4)])
 def test_batch_invariant_mode_gives_the_same_bits_alone_in_a_batch_and_with_drafts(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, family: str, count: int
+    models: dict[str, Any], family: str, count: int
 ) -> None:
     model = models[family]
     prompts = random_prompts(count, seed=7, longest=60, shortest=1)
@@ -138,21 +127,21 @@ def test_batch_invariant_mode_gives_the_same_bits_alone_in_a_batch_and_with_draf
     }
     alone: dict[Prompt, Tensor] = {}
     for prompt in prompts:
-        alone |= logits_of(monkeypatch, Engine(model, EngineConfig(**limits)), [prompt], 5)
+        alone |= logits_of(Engine(model, EngineConfig(**limits)), [prompt], 5)
     truth = {prompt: tuple(logits.argmax(-1).tolist()) for prompt, logits in alone.items()}
-    together = logits_of(monkeypatch, Engine(model, EngineConfig(**limits)), prompts, 5)
+    together = logits_of(Engine(model, EngineConfig(**limits)), prompts, 5)
     speculative = Engine(model, EngineConfig(max_drafts=3, rollback="slots", **limits), Knowing(truth, seed=2))
-    drafted = logits_of(monkeypatch, speculative, prompts, 5)
+    drafted = logits_of(speculative, prompts, 5)
     for prompt in prompts:
         assert torch.equal(together[prompt], alone[prompt])
         assert torch.equal(drafted[prompt], alone[prompt])
 
 
-def test_the_default_mode_rounds_by_the_batch(kimi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_mode_rounds_by_the_batch(kimi: Any) -> None:
     """The premise of the mode: without it, bits differ (and the comparison above can fail)."""
     prompts = random_prompts(10, seed=7, longest=60, shortest=20)
     config = EngineConfig(max_num_batched_tokens=48, max_num_seqs=5, prefill_chunk=20)
-    together = logits_of(monkeypatch, Engine(kimi, config), prompts, 5)
-    alone = logits_of(monkeypatch, Engine(kimi, config), prompts[:1], 5)[prompts[0]]
+    together = logits_of(Engine(kimi, config), prompts, 5)
+    alone = logits_of(Engine(kimi, config), prompts[:1], 5)[prompts[0]]
     assert not torch.equal(together[prompts[0]], alone)
     assert torch.allclose(together[prompts[0]], alone, atol=1e-5)

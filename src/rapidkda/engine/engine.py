@@ -151,7 +151,9 @@ class Engine:
         if request is None:
             return False
         event = self._finish(request, "aborted")
-        _tell(request, event)
+        request.aborted = True
+        if request.on_token is not None:
+            request.on_token(event)
         return True
 
     @property
@@ -173,7 +175,7 @@ class Engine:
         return self._results.pop(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Run one step. Returns what happened, after every callback has been told.
+        """Run one step. Returns what happened, after every callback has been called.
 
         An exception on the way, an interrupt from the keyboard too, ends the requests of that step with "error" and
         goes on to the caller; the engine can be used further.
@@ -190,11 +192,10 @@ class Engine:
                 for part in parts:
                     if part.request.request_id in self._requests:
                         event = self._finish(part.request, "error", f"{type(failure).__name__}: {failure}")
-                        _tell(part.request, event)
+                        told.append((part.request, event))
+                _tell(told)
                 raise
-        for request, event in told:
-            _tell(request, event)
-        return [event for _, event in told]
+        return _tell(told)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -343,9 +344,11 @@ class Engine:
         for part, count in spans:
             own = slice(start, start + count)
             start += count
-            chosen[part.request.request_id] = continue_request(
-                logits[own], best[own], finite[own], part.drafts, part.request.sampler
-            )
+            request = part.request
+            tokens, broken = continue_request(logits[own], best[own], finite[own], part.drafts, request.sampler)
+            if request.params.keep_logits:
+                request.logits.append(logits[own][: len(tokens)].to("cpu", torch.float32, copy=True))
+            chosen[request.request_id] = tokens, broken
         return chosen
 
     def _accept(self, part: Part, kept: int) -> None:
@@ -413,6 +416,13 @@ def _spans(parts: Sequence[Part]) -> Iterator[Span]:
         first += len(part.tokens)
 
 
-def _tell(request: Request, event: TokenEvent) -> None:
-    if request.on_token is not None:
-        request.on_token(event)
+def _tell(told: Sequence[tuple[Request, TokenEvent]]) -> list[TokenEvent]:
+    """Call back, unless an earlier callback has ended the request. Returns the events of the others."""
+    heard: list[TokenEvent] = []
+    for request, event in told:
+        if request.aborted:
+            continue
+        heard.append(event)
+        if request.on_token is not None:
+            request.on_token(event)
+    return heard

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..serving import BackendWish, KDALayer, StatePool, StateShape, StepBatch, Workspace
 from ..serving.config import Rollback
@@ -48,6 +48,7 @@ class PackedModel:
         one_by_one: bool = False,
     ):
         self.family = family_of(model)
+        _check_place(model)
         self.one_by_one = one_by_one
         config = self.family.config
         layers = list(self.family.text.layers)[: config.num_hidden_layers]
@@ -138,6 +139,15 @@ class PackedModel:
             for place, token in enumerate(self._pieces(own))
         ]
         return _join([part for part, _ in parts]), [chosen for _, chosen in parts]
+
+
+def _check_place(model: nn.Module) -> None:
+    """All weights are on one real device, and nothing drops out."""
+    if model.training:
+        raise ValueError("model must be in evaluation mode (call model.eval()), got a model in training mode")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise ValueError(f"model must have all of its weights on one device, got {', '.join(devices)}")
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from .cache import AttentionCache
 from .sampling import Sampler, SamplingParams
 
@@ -73,7 +76,7 @@ class TokenEvent:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestResult:
     """A request that has ended.
 
@@ -84,6 +87,8 @@ class RequestResult:
         error: what went wrong, or None.
         seed: of its generator, given or drawn.
         stats: times and counts.
+        logits: float32 [tokens, vocabulary] on the host that each token was taken from, with
+            `SamplingParams.keep_logits`; else None.
     """
 
     request_id: Hashable
@@ -93,6 +98,7 @@ class RequestResult:
     error: str | None
     seed: int
     stats: RequestStats
+    logits: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +112,8 @@ class Request:
         slots: of the state pool, while it runs.
         cache: of the attention layers, while it runs.
         drafting: may have drafts; False after drafts whose logits were not finite.
+        logits: that its tokens were taken from, if they are to be kept.
+        aborted: the caller has ended it, and hears nothing more of it.
     """
 
     request_id: Hashable
@@ -120,6 +128,8 @@ class Request:
     slots: tuple[int, ...] = ()
     cache: AttentionCache | None = None
     drafting: bool = True
+    logits: list[Tensor] = field(default_factory=list)
+    aborted: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -154,4 +164,5 @@ class Request:
             error=error,
             seed=self.sampler.seed,
             stats=self.stats,
+            logits=torch.cat(self.logits)[: self.produced] if self.logits else None,
         )

@@ -31,6 +31,7 @@ class SamplingParams:
         top_p: draw from the smallest set of tokens whose probability reaches this; 1 for all.
         seed: of the request's generator; None draws one, which the result tells.
         stop_ids: tokens that end the request. The stop token is part of the output.
+        keep_logits: the result holds the logits of every output token.
     """
 
     max_new_tokens: int = 16
@@ -39,6 +40,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
+    keep_logits: bool = False
 
     def __post_init__(self) -> None:
         checks.integer("max_new_tokens", self.max_new_tokens, 1)
@@ -49,6 +51,7 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.seed is not None and checks.integer("seed", self.seed, 0) >= 2**SEED_BITS:
             raise ValueError(f"seed must be below 2**{SEED_BITS}, got {self.seed}")
+        checks.boolean("keep_logits", self.keep_logits)
         if not isinstance(self.stop_ids, tuple):
             raise TypeError(f"stop_ids must be a tuple of token ids, got {type(self.stop_ids).__name__}")
         for token in self.stop_ids:
