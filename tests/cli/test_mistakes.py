@@ -50,6 +50,7 @@ MISTAKES = {
     "unknown workload": (("bench", "prefill", "--shape", "1x1", "--backend", "torch"), "1x1"),
     "unknown peer": (("bench", "prefill", "--peers", "cutlass", "--backend", "torch"), "cutlass"),
     "library that is not there": (("bench", "prefill", "--flashkda", "no.so", "--backend", "torch"), "no.so"),
+    "a peer named as a backend": (("bench", "prefill", "--backend", "flashkda"), "--backend"),
     "unknown architecture": (("compile", "--arch", "sm_10"), "sm_90a"),
 }
 

@@ -94,7 +94,7 @@ class Fla:
 
     def bind(self, inputs: Inputs) -> Bound:
         kda: Any = importlib.import_module("fla.ops.kda")
-        q, k, v, g, beta = (x[None] for x in inputs.operands())
+        q, k, v, g, beta = (x.contiguous()[None] for x in inputs.operands())
         lengths = [length for _, length in inputs.spans]
         decode = max(lengths) == 1
         ends = torch.tensor([0, *lengths], device=q.device).cumsum(0).to(torch.int32)

@@ -161,6 +161,9 @@ def measure(
     target = None if out is None else writable(out, "--out")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = tuple(backend_option(name) for name in backend or [name for name in REGISTRY if name in GPU_BACKENDS])
+    for name in names:
+        if name not in (*GPU_BACKENDS, "torch"):
+            raise UserError(f"--backend must be one of {', '.join(GPU_BACKENDS)}, torch, got {name!r}")
     if device.type == "cpu" and backend is None:
         raise UserError(
             "no GPU that torch can use; measure this machine with: rapidkda bench cpu (see rapidkda doctor)"

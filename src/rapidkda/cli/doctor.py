@@ -22,16 +22,7 @@ from ..dispatch import REGISTRY, check_name, decision_table
 from ..problem import OPS, GateKind
 from .console import console, version_of
 
-PACKAGES = {  # distribution: the extra that brings it
-    "torch": "",
-    "triton": "torch's CUDA build",
-    "cuda-core": "cuda",
-    "cuda-bindings": "cuda",
-    "nvidia-cuda-nvrtc": "cuda",
-    "transformers": "transformers",
-    "vllm": "vllm",
-    "matplotlib": "bench",
-}
+PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "vllm", "matplotlib")
 GATES: tuple[GateKind, ...] = ("bounded", "softplus")
 
 
@@ -118,7 +109,7 @@ def _advice(devices: dict[str, Device]) -> list[str]:
     if not nvidia and _driver_lists_gpu():
         advice.append("the driver lists a GPU that torch cannot use; install a CUDA build of torch: pip install torch")
     if nvidia and version_of("triton") is None:
-        advice.append("for the portable GPU backend: pip install triton")
+        advice.append("for the portable GPU backend: pip install 'rapidkda[triton]'")
     if any(device.capability == (9, 0) for device in nvidia) and version_of("cuda-core") is None:
         advice.append("for the Hopper backend: pip install 'rapidkda[cuda]'")
     if version_of("transformers") is None:
