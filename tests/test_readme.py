@@ -67,11 +67,13 @@ def test_backend_table_lists_the_registry_in_order() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(dispatch.REGISTRY)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
 )
-def test_links(page: str) -> None:
-    path = ROOT / page if (ROOT / page).exists() else ROOT / "docs" / page
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if not link.startswith("http"):
-            assert (path.parent / link).exists(), f"{page} links to {link}, which is not there"
+            assert (page.parent / link).exists(), f"{page.name} links to {link}, which is not there"
