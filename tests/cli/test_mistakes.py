@@ -23,6 +23,7 @@ COMMANDS = (
     ("bench", "prefill"),
     ("bench", "decode"),
     ("bench", "verify"),
+    ("bench", "layer"),
     ("bench", "report"),
     ("bench", "compare"),
     ("bench", "readme"),

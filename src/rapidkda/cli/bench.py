@@ -11,11 +11,13 @@ import torch
 import typer
 
 from ..bench import cpu, steps
+from ..bench.layer import run_layer_bench
 from ..bench.peers import Fla, FlashKda, Peer
 from ..bench.report import best, compare, markdown, plot, readme_section, readme_text
 from ..bench.result import Bench, Result, Row, collect_meta
 from ..bench.timing import Settings
 from ..dispatch import REGISTRY
+from ..errors import BackendUnavailable
 from ..problem import Op
 from ..testing.regimes import REGIMES
 from ..testing.shapes import DECODE_BATCHES, PREFILL, VERIFY_DRAFTS, Shape, by_name, decode_shape
@@ -143,6 +145,37 @@ def bench_verify(
     counts = [(n, k) for k in drafts or VERIFY_DRAFTS for n in batch or DECODE_BATCHES]
     shapes = tuple(decode_shape(n, heads, k) for n, k in counts)
     measure("verify", shapes, regime, backend, "none", None, rounds, replays, out, replay=not slots)
+
+
+@app.command("layer")
+def bench_layer(
+    out: OutOption = None,
+    backend: Annotated[str | None, typer.Option(help="Backend of ours. Default: triton on a GPU, else torch.")] = None,
+    regime: Annotated[list[str] | None, typer.Option(help="Gate regime; may be repeated. Default: slow.")] = None,
+    rounds: RoundsOption = 5,
+    replays: ReplaysOption = 10,
+) -> None:
+    """Convolution, KDA and gated norm of a pure and a mixed step, against gathers, copies, kernels and scatters.
+
+    **Example:** `rapidkda bench layer --regime slow`
+    """
+    target = None if out is None else writable(out, "--out")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = backend_option(backend or ("triton" if device.type == "cuda" else "torch"))
+    try:
+        rows = run_layer_bench(
+            name,
+            device=device,
+            regimes=known_regimes(regime, ("slow",)),
+            settings=Settings(rounds=rounds, replays=replays),
+            log=lambda line: typer.echo(line, err=True),
+        )
+    except BackendUnavailable:
+        raise
+    except RuntimeError as error:
+        typer.echo(f"rapidkda: {error}", err=True)
+        raise typer.Exit(1) from None
+    finish(Result(collect_meta(device), tuple(rows)), target)
 
 
 def measure(
