@@ -73,11 +73,11 @@ def power_of_two(x, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x):
-    """1 / x, x >= 1, to two units in the last place; 0 beyond 2^126. A plain division takes four times as long."""
+def divide(x, y):
+    """x / y, y >= 1, to two units in the last place; 0 where y > 2^126. A plain division takes four times as long."""
     if INTERPRETED:
-        return 1.0 / x
-    return libdevice.fast_dividef(1.0, x)
+        return x / y
+    return libdevice.fast_dividef(x, y)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def exp(x):
 
 @triton.jit
 def sigmoid(x):
-    return reciprocal(1.0 + tl.exp2(x * -LOG2_E))
+    return divide(1.0, 1.0 + tl.exp2(x * -LOG2_E))
 
 
 @triton.jit
@@ -124,19 +124,16 @@ def gate_bias(p_dt_bias, head, channels, K: tl.constexpr):
 
 
 @triton.jit
-def log_decay(x, bias, p_a_log, lower_bound, head, GATE: tl.constexpr):
-    """Log decay of gate inputs x [..., K] (float32); `bias` is `gate_bias`, shaped to broadcast."""
+def log_decay(x, bias, p_a_log, lower_bound, head, GATE: tl.constexpr, UNIT: tl.constexpr):
+    """UNIT times the log decay of gate inputs x [..., K] (float32); `bias` is `gate_bias`, shaped to broadcast."""
     if GATE == LOG_DECAY:
-        return x
-    x = x + bias
-    if GATE == BOUNDED:
-        if p_a_log is not None:
-            x = x * amplitude(p_a_log, head)
-        return lower_bound * sigmoid(x)
-    y = softplus(x)
+        return x * UNIT
+    size = 1.0
     if p_a_log is not None:
-        y = y * amplitude(p_a_log, head)
-    return -y
+        size = amplitude(p_a_log, head)
+    if GATE == BOUNDED:
+        return divide(lower_bound * UNIT, 1.0 + tl.exp2((x + bias) * tl.maximum(-LOG2_E * size, -FLT_MAX)))
+    return softplus(x + bias) * tl.maximum(-UNIT * size, -FLT_MAX)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ class Config:
     chunk: int  # tokens of a tile
     value_block: int  # value rows of a scan program
     prepare_warps: int
+    prepare_registers: int | None  # most registers a thread of the preparation may take
     scan_warps: int
     stages: int
     precision: str  # of float32 products
@@ -84,4 +85,4 @@ def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, chunk_li
         chunk, stages = 16, 2
         while stages > 1 and (stages * tile_bytes()) + _SCRATCH > where.shared:
             stages -= 1
-    return Config(chunk, block, 4 if key_dim > 128 or precise else 2, warps, stages, where.precision)
+    return Config(chunk, block, 4 if key_dim > 128 or precise else 2, None, warps, stages, where.precision)

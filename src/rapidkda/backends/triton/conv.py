@@ -14,8 +14,8 @@ from ...problem import ConvCall
 from . import launch
 from .blocks import narrow, sigmoid, trips, usable
 
-TILE = 16  # tokens of a program in long segments
-CHANNELS = 512  # of a program, 8 a thread
+TILE = 128  # tokens of a program in long segments
+ROWS = 16  # of them in flight at once
 SCAN = 128  # segments whose tiles are counted at once
 
 
@@ -94,17 +94,17 @@ def _export(
 
 
 @triton.jit(
-    do_not_specialize=["segments", "channels_total", "pool_rows", "checkpoint_rows", "pad_slot", "offsets"],
+    do_not_specialize=["segments", "pool_rows", "checkpoint_rows", "pad_slot", "offsets"],
     do_not_specialize_on_alignment=launch.TABLES,
 )
 def conv_kernel(
     p_x, p_weight, p_bias, p_out, p_pool, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_accepted, p_begin, p_offset, p_slot,
-    segments, channels_total, pool_rows, checkpoint_rows, pad_slot, offsets,
-    x_t, out_t, weight_c, weight_w, bias_c, first_s, length_s, pool_s, entry_s, channel_s, read_s, write_s, has_s,
+    segments, pool_rows, checkpoint_rows, pad_slot, offsets,
+    channels_total, x_t, out_t, weight_c, weight_w, bias_c, first_s, length_s, pool_s, entry_s, channel_s, read_s, write_s, has_s,
     accepted_s, begin_s, offset_s, slot_s, checkpoint_s, checkpoint_entry_s, checkpoint_channel_s,
-    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, SCAN: tl.constexpr,
-    ONE_TILE: tl.constexpr, KEEP_ALL: tl.constexpr, SILU: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+    SCAN: tl.constexpr, ONE_TILE: tl.constexpr, KEEP_ALL: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, channel blocks); ONE_TILE: no segment has more than BT tokens and program n takes segment n."""
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -135,42 +135,44 @@ def conv_kernel(
             if p_accepted is not None:
                 accepted = tl.load(p_accepted + n * accepted_s).to(tl.int64)
                 offset = tl.minimum(tl.maximum(accepted, 1), offsets) - 1
-        start = tile * BT
-        p_row = p_x + (first + start) * x_t + channels  # BT rows of one channel block, each a vector
-        rows = ()
-        for back in tl.static_range(W - 1):
-            at = start + (back - (W - 1))
-            x = tl.load(p_row + (back - (W - 1)) * x_t, mask=in_channels & real & (at >= 0) & (start < length), other=0.0)
-            x = x.to(tl.float32)
-            if p_pool is not None:
-                old = tl.load(
-                    _entry(p_pool, read_slot, offset + start + back, channels, pool_s, entry_s, channel_s),
-                    mask=in_channels & real & (at < 0) & (fresh == 0),
-                    other=0.0,
-                )
-                x = tl.where(at < 0, old.to(tl.float32), x)
-            rows = rows + (x,)
-        for row in tl.static_range(BT):  # all loads before the first store, which might alias them
-            rows = rows + (tl.load(p_row + row * x_t, mask=in_channels & real & (start + row < length), other=0.0),)
         weights = ()
         for tap in tl.static_range(W):
             weight = tl.load(p_weight + channels.to(tl.int64) * weight_c + tap * weight_w, mask=in_channels, other=0.0)
             weights = weights + (weight.to(tl.float32),)
         if p_bias is not None:
             bias = tl.load(p_bias + channels * bias_c, mask=in_channels, other=0.0).to(tl.float32)
-        for row in tl.static_range(BT):
-            y = rows[row].to(tl.float32) * weights[0]
-            for tap in tl.static_range(1, W):
-                y += rows[row + tap].to(tl.float32) * weights[tap]
-            if p_bias is not None:
-                y += bias
-            if SILU:
-                y = y * sigmoid(y)
-            tl.store(
-                p_out + (first + start + row) * out_t + channels,
-                narrow(tl.where(real, y, 0.0), p_out.dtype.element_ty),
-                mask=in_channels & (start + row < length),
-            )
+        for group in range(0, BT // ROWS):
+            start = tile * BT + group * ROWS
+            p_row = p_x + (first + start) * x_t + channels  # ROWS rows of one channel block, each a vector
+            rows = ()
+            for back in tl.static_range(W - 1):
+                at = start + (back - (W - 1))
+                x = tl.load(
+                    p_row + (back - (W - 1)) * x_t, mask=in_channels & real & (at >= 0) & (start < length), other=0.0
+                ).to(tl.float32)
+                if p_pool is not None:
+                    old = tl.load(
+                        _entry(p_pool, read_slot, offset + start + back, channels, pool_s, entry_s, channel_s),
+                        mask=in_channels & real & (at < 0) & (fresh == 0),
+                        other=0.0,
+                    )
+                    x = tl.where(at < 0, old.to(tl.float32), x)
+                rows = rows + (x,)
+            for row in tl.static_range(ROWS):  # all loads before the first store, which might alias them
+                rows = rows + (tl.load(p_row + row * x_t, mask=in_channels & real & (start + row < length), other=0.0),)
+            for row in tl.static_range(ROWS):
+                y = rows[row].to(tl.float32) * weights[0]
+                for tap in tl.static_range(1, W):
+                    y += rows[row + tap].to(tl.float32) * weights[tap]
+                if p_bias is not None:
+                    y += bias
+                if SILU:
+                    y = y * sigmoid(y)
+                tl.store(
+                    p_out + (first + start + row) * out_t + channels,
+                    narrow(tl.where(real, y, 0.0), p_out.dtype.element_ty),
+                    mask=in_channels & (start + row < length),
+                )
         if tile == 0:
             if p_pool is not None:
                 _store_history(
@@ -213,11 +215,13 @@ def conv(call: ConvCall) -> None:
         (None, None, None) if checkpoints is None else (checkpoints.begin, checkpoints.offset, checkpoints.slot)
     )
     one_tile = segments.max_length <= TILE
-    rows = TILE if not one_tile else 1 if segments.max_length <= 1 else 4 if segments.max_length <= 4 else TILE
+    rows = next(size for size in (1, 4, ROWS, TILE) if segments.max_length <= size or size == TILE)
+    # Few rows: one channel a thread, since the weights are most of the traffic; many: eight, for wide accesses.
+    block, warps = (512, 2) if rows > ROWS else (128, 4)
     tiles = segments.count if one_tile else -(-x.shape[0] // rows) + segments.count
     window = triton.next_power_of_2(max(entries, width - 1) if call.keep_all else width - 1)
     _conv(
-        (tiles, triton.cdiv(channels, CHANNELS), 1),
+        (tiles, triton.cdiv(channels, block), 1),
         (x, call.weight, call.bias, call.out, pool, call.checkpoint_pool),
         (
             segments.first_token,
@@ -232,13 +236,13 @@ def conv(call: ConvCall) -> None:
         ),
         (
             segments.count,
-            channels,
             launch.rows(pool),
             launch.rows(call.checkpoint_pool),
             call.pad_slot,
             entries - width + 2,
         ),
         (
+            channels,
             x.stride(0),
             call.out.stride(0),
             *call.weight.stride(),
@@ -255,6 +259,6 @@ def conv(call: ConvCall) -> None:
             launch.stride(slot),
             *_pool_strides(call.checkpoint_pool, call.channels_last),
         ),
-        (width, rows, CHANNELS, window, SCAN, one_tile, call.keep_all, call.silu),
-        num_warps=2,
+        (width, rows, min(rows, ROWS), block, window, SCAN, one_tile, call.keep_all, call.silu),
+        num_warps=warps,
     )

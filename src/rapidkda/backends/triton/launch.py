@@ -42,14 +42,15 @@ class Launcher:
         strides: tuple[int, ...],
         constants: tuple[Any, ...],
         num_warps: int,
+        registers: int | None = None,
     ) -> None:
         arguments = (*data, *tables, *sizes, *strides, *constants)
         device = next(x for x in data if x is not None).device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._run(grid, data, tables, strides, constants, num_warps, arguments, device)
+                self._run(grid, data, tables, strides, constants, num_warps, registers, arguments, device)
         else:
-            self._run(grid, data, tables, strides, constants, num_warps, arguments, device)
+            self._run(grid, data, tables, strides, constants, num_warps, registers, arguments, device)
 
     def _run(
         self,
@@ -59,6 +60,7 @@ class Launcher:
         strides: tuple[int, ...],
         constants: tuple[Any, ...],
         num_warps: int,
+        registers: int | None,
         arguments: tuple[Any, ...],
         device: torch.device,
     ) -> None:
@@ -70,10 +72,11 @@ class Launcher:
         if bits & 15:
             aligned = tuple(x is None or x.data_ptr() % 16 == 0 for x in data)
         dtypes = tuple([None if x is None else x.dtype for x in (*data, *tables)])
-        key = (device.index, num_warps, aligned, dtypes, strides, constants)
+        key = (device.index, num_warps, registers, aligned, dtypes, strides, constants)
         compiled = self.compiled.get(key)
         if compiled is None:
-            compiled = self.kernel[grid](*arguments, num_warps=num_warps)
+            limit = {} if registers is None else {"maxnreg": registers}
+            compiled = self.kernel[grid](*arguments, num_warps=num_warps, **limit)
             if device.type == "cuda" and not env.flag("TRITON_INTERPRET"):
                 self.compiled[key] = compiled
             return

@@ -55,7 +55,7 @@ class Layout:
 
     @staticmethod
     def of(tiles: int, parts: int, segments: int, value_heads: int, key_dim: int, value_dim: int, record: int) -> Layout:
-        tables = _align(4 * (2 * (segments + 1) + tiles + parts))
+        tables = _align(4 * (2 * (segments + 1) + parts + 2 * tiles))
         carries = tables + tiles * value_heads * record
         transitions = carries + parts * value_heads * value_dim * key_dim * 4
         return Layout(
@@ -150,7 +150,7 @@ def predicted(
     transition = (tiles * np.maximum(parts - 2, 0) / parts).sum() * blocks[1]
     first = _pass(length, (own + transition) * value_heads, units, costs)
     second = _pass(length, tiles.sum() * value_heads * blocks[0], units, costs)
-    return first + second + costs.launch + costs.compose * float(parts.max())
+    return first + second + costs.launch + costs.compose * float(parts.max() - 2)
 
 
 def _pass(longest: int, steps: float, units: int, costs: Costs) -> float:
@@ -158,6 +158,6 @@ def _pass(longest: int, steps: float, units: int, costs: Costs) -> float:
 
 
 COSTS = {
-    16: Costs(step=0.9, share=0.4, launch=4.0, compose=4.0),
-    32: Costs(step=1.2, share=0.6, launch=4.0, compose=4.0),
+    16: Costs(step=0.77, share=0.59, launch=3.0, compose=4.2),
+    32: Costs(step=1.02, share=0.82, launch=3.0, compose=4.2),
 }

@@ -53,9 +53,9 @@ def prefill(call: PrefillCall) -> None:
     _tiles(
         (segments.count + 1, 1, 1),
         (table,),
-        (length,),
+        (first_token, length),
         (segments.count, tiles, cut.parts, cut.part_tiles),
-        (length.stride(0),),
+        (first_token.stride(0), length.stride(0)),
         (chunk, TABLE_BLOCK),
         num_warps=4,
     )
@@ -63,11 +63,12 @@ def prefill(call: PrefillCall) -> None:
         _prepare(
             (tiles * heads, 1, 1),
             (*launch.inputs(tokens), table, near, fine, full_precision),
-            (first_token, length),
-            (segments.count, record_start, heads, heads // tokens.heads, *launch.scalars(tokens)),
-            (*launch.strides(tokens), first_token.stride(0), length.stride(0)),
+            (),
+            (2 * (segments.count + 1) + cut.parts, tiles, record_start, heads, heads // tokens.heads, *launch.scalars(tokens)),
+            launch.strides(tokens),
             (*launch.constants(tokens), chunk, record_units, precise, choice.precision),
             num_warps=choice.prepare_warps,
+            registers=choice.prepare_registers,
         )
 
     def scan(passes: int, row_blocks: int, count: int) -> None:
@@ -82,7 +83,6 @@ def prefill(call: PrefillCall) -> None:
             (first_token, length, call.read_slots, call.write_slots, call.has_initial_state, begin, offset, slot),
             (
                 segments.count,
-                tiles,
                 record_start,
                 carry_start,
                 transition_start,

@@ -23,7 +23,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import launch
 from .blocks import (
     BOUNDED,
     L2_EPS,
@@ -60,10 +59,18 @@ def _row(x, rows, row):
 
 
 @triton.jit
+def _near(x):
+    """x in bfloat16."""
+    if x.dtype == tl.bfloat16:
+        return x
+    return narrow(x, tl.bfloat16)
+
+
+@triton.jit
 def _product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISE:
         return dot_fp32(a, b, PRECISION)
-    return dot(narrow(a, tl.bfloat16), narrow(b, tl.bfloat16))
+    return dot(_near(a), _near(b))
 
 
 @triton.jit
@@ -72,7 +79,7 @@ def _fine_product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISE:
         return dot_fp32(a, b, PRECISION)
     high, low = high_low(a)
-    b = narrow(b, tl.bfloat16)
+    b = _near(b)
     return add_dot(dot(low, b), high, b)
 
 
@@ -100,13 +107,14 @@ def _invert(lower):
 
 
 @triton.jit
-def _redo_rows(keys, queries, kk, qk, local, lane):
+def _redo_rows(keys, queries, kk, qk, slow, steep, lane):
     """Pairs of a block whose row decays by more than 2^-LIMIT, with factors of at most 1."""
-    far = (tl.min(local, 1) < -LIMIT).to(tl.int32)
+    far = (tl.min(slow + steep, 1) < -LIMIT).to(tl.int32)
     if tl.max(far, 0) > 0:
         for i in range(0, BLOCK):
             if tl.max(tl.where(lane == i, far, 0), 0) > 0:
-                decayed = keys * tl.exp2(tl.minimum(_row(local, lane, i)[None, :] - local, 0.0))
+                since = (_row(slow, lane, i)[None, :] - slow) + (_row(steep, lane, i)[None, :] - steep)
+                decayed = keys * tl.exp2(tl.minimum(since, 0.0))
                 here = (lane == i)[:, None]
                 kk = tl.where(here, tl.sum(decayed * _row(keys, lane, i)[None, :], 1)[None, :], kk)
                 qk = tl.where(here, tl.sum(decayed * _row(queries, lane, i)[None, :], 1)[None, :], qk)
@@ -115,40 +123,50 @@ def _redo_rows(keys, queries, kk, qk, local, lane):
 
 @triton.jit
 def _block(
-    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, first, begin, length, head, group, beta_scale, lower_bound,
+    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, first, count, head, group, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h,
     K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr,
     PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tokens begin .. begin + BLOCK - 1 of a segment by themselves.
+    """Tokens first .. first + count - 1, at most BLOCK of them, by themselves.
 
     Returns keys and queries decayed from the block's start [BLOCK, K], keys decayed to its end, the block's decay [K],
-    T and aq [BLOCK, BLOCK], v [BLOCK, V], b n^2, b n and the scale left on q [BLOCK]. Rows past the end act as b = 0,
+    T and aq [BLOCK, BLOCK], v [BLOCK, V], b n^2, b n and the scale left on q [BLOCK]. Other rows act as b = 0,
     g = 0.
     """
     lane = tl.arange(0, BLOCK)
     channels = tl.arange(0, K)
-    valid = begin + lane < length
+    valid = lane < count
     rows = valid[:, None]
-    token = first + begin + lane
-    g = tl.load(p_g + token[:, None] * g_t + head * g_h + channels[None, :], mask=rows, other=0.0).to(tl.float32)
-    g = log_decay(g, gate_bias(p_dt_bias, head, channels, K)[None, :], p_a_log, lower_bound, head, GATE) * LOG2_E
+    token = first + lane
+    values = tl.arange(0, V)
+    key_head = head // group
+    g = tl.load(p_g + token[:, None] * g_t + head * g_h + channels[None, :], mask=rows, other=0.0)
+    k = tl.load(p_k + token[:, None] * k_t + key_head * k_h + channels[None, :], mask=rows, other=0.0)
+    q = tl.load(p_q + token[:, None] * q_t + key_head * q_h + channels[None, :], mask=rows, other=0.0)
+    b = tl.load(p_beta + token * b_t + head * b_h, mask=valid, other=0.0).to(tl.float32)
+    v = tl.load(p_v + token[:, None] * v_t + head * v_h + values[None, :], mask=rows, other=0.0)
+    bias = gate_bias(p_dt_bias, head, channels, K)[None, :]
+    g = log_decay(g.to(tl.float32), bias, p_a_log, lower_bound, head, GATE, LOG2_E)
     if GATE != BOUNDED:
         g = tl.where(g < -192.0, -192.0, g)  # 2^-192 is 0; deeper only loses digits of what follows
     g = tl.where(rows, g, 0.0)
-    local = tl.cumsum(g, 0)
+    steep = tl.zeros([BLOCK, K], tl.float32)
+    if PRECISE and GATE != BOUNDED:  # summed apart, lest they take the digits of the slow decays around them
+        steep = tl.where(g < -8.0, g, 0.0)
+        g = g - steep
+        steep = tl.cumsum(steep, 0)
+    slow = tl.cumsum(g, 0)
+    local = slow + steep
     whole = tl.sum(g, 0)
     near = tl.exp2(local)
-    key_head = head // group
-    k = tl.load(p_k + token[:, None] * k_t + key_head * k_h + channels[None, :], mask=rows, other=0.0)
     keys, key_size = _unit(k.to(tl.float32), L2NORM)
-    q = tl.load(p_q + token[:, None] * q_t + key_head * q_h + channels[None, :], mask=rows, other=0.0)
     queries, query_size = _unit(q.to(tl.float32), L2NORM)
-    b = tl.load(p_beta + token * b_t + head * b_h, mask=valid, other=0.0).to(tl.float32)
     b_value = tl.where(valid, write_strength(b, beta_scale, LOGITS), 0.0) * key_size
     b_key = b_value * key_size
 
-    decay = tl.exp2(whole)
+    steep_whole = _row(steep, lane, BLOCK - 1)
+    decay = tl.exp2(whole + steep_whole)
     near_keys = keys * near
     near_queries = queries * near
     if GATE == BOUNDED:
@@ -156,17 +174,15 @@ def _block(
         end_keys = past * decay[None, :]
     else:
         past = keys * tl.exp2(tl.minimum(-local, LIMIT))
-        end_keys = keys * tl.exp2(whole[None, :] - local)
+        end_keys = keys * tl.exp2((whole[None, :] - slow) + (steep_whole[None, :] - steep))
     past = tl.trans(past)
     kk = _product(near_keys, past, PRECISE, PRECISION)
     qk = _product(near_queries, past, PRECISE, PRECISION)
     if GATE != BOUNDED:
-        kk, qk = _redo_rows(keys, queries, kk, qk, local, lane)
+        kk, qk = _redo_rows(keys, queries, kk, qk, slow, steep, lane)
     inverse = _invert(tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0))
     aq = tl.where(lane[:, None] >= lane[None, :], qk, 0.0)
-    values = tl.arange(0, V)
-    v = tl.load(p_v + token[:, None] * v_t + head * v_h + values[None, :], mask=rows, other=0.0).to(tl.float32)
-    return near_keys, near_queries, end_keys, decay, inverse, aq, v, b_key, b_value, query_size
+    return near_keys, near_queries, end_keys, decay, inverse, aq, v.to(tl.float32), b_key, b_value, query_size
 
 
 @triton.jit
@@ -224,26 +240,24 @@ def _store_pairs(
         tl.store(p_fp16 + record * 128 + offset, narrow(aq, tl.float16))
 
 
-@triton.jit(do_not_specialize=["segments", "record_start", "heads", "group"], do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=["tile_table", "tiles", "record_start", "heads", "group"])
 def prepare_kernel(
-    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp16, p_fp32, p_first, p_length,
-    segments, record_start, heads, group, scale, beta_scale, lower_bound,
-    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, first_s, length_s,
+    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp16, p_fp32,
+    tile_table, tiles, record_start, heads, group, scale, beta_scale, lower_bound,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of one value head. Grid (tiles * HV); RECORD and record_start in units of 256 bytes."""
     tile = tl.program_id(0) // heads
     head = (tl.program_id(0) % heads).to(tl.int64)
-    n = tl.load(p_table + 2 * (segments + 1) + tile)
-    if n < 0:
+    count = tl.load(p_table + tile_table + tiles + tile)
+    first = tl.load(p_table + tile_table + tile).to(tl.int64)
+    if count == 0:
         return
-    length = tl.load(p_length + n.to(tl.int64) * length_s)
-    begin = (tile - tl.load(p_table + n)) * C
-    first = tl.load(p_first + n.to(tl.int64) * first_s).to(tl.int64)
     record = record_start + (tile.to(tl.int64) * heads + head) * RECORD
     wk_operand, qd, kr, decay, inverse, aq, v, b_key, b_value, q_scale = _block(
-        p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, first, begin, length, head, group, beta_scale, lower_bound,
+        p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, first, count, head, group, beta_scale, lower_bound,
         q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, K, V, GATE, LOGITS, L2NORM, PRECISE, PRECISION,
     )  # fmt: skip
     wk = _fine_product(inverse * b_key[None, :], wk_operand, PRECISE, PRECISION)
@@ -251,12 +265,16 @@ def prepare_kernel(
     _store_pairs(p_fp16, p_fp32, record, 0, 0, aq, K, V, C, PRECISE)
     _store_rows(p_bf16, p_fp16, p_fp32, record, 0, wk, qd, uv, q_scale * scale, K, V, C, PRECISE)
     if C > BLOCK:
+        past = tl.trans(kr)
+        if not PRECISE:
+            past = _near(past)
+            wk = _near(wk)
+        tl.debug_barrier()  # holds back the second block's loads, which would take the first one's registers
         near_keys, near_queries, end_keys, decay2, inverse2, aq2, v2, b_key2, b_value2, q_scale2 = _block(
-            p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, first, begin + BLOCK, length, head, group, beta_scale,
+            p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, first + BLOCK, count - BLOCK, head, group, beta_scale,
             lower_bound, q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h,
             K, V, GATE, LOGITS, L2NORM, PRECISE, PRECISION,
         )  # fmt: skip
-        past = tl.trans(kr)
         kk = _product(near_keys, past, PRECISE, PRECISION) * b_key2[:, None]
         qk = _product(near_queries, past, PRECISE, PRECISION)
         link = dot_fp32(inverse2, kk, PRECISION)

@@ -38,7 +38,7 @@ def _load_key(
     if L2NORM:
         k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     g = tl.load(p_g + token * g_t + head * g_h + channels).to(tl.float32)
-    g = log_decay(g, gate_bias(p_dt_bias, head, channels, K), p_a_log, lower_bound, head, GATE)
+    g = log_decay(g, gate_bias(p_dt_bias, head, channels, K), p_a_log, lower_bound, head, GATE, 1.0)
     b = write_strength(tl.load(p_beta + token * b_t + head * b_h).to(tl.float32), beta_scale, LOGITS)
     return k, g, b
 
@@ -246,7 +246,7 @@ def _launch_step(
 
 def _launch_replay(call: VerifyCall, records: Tensor) -> None:
     tokens, segments, pool, out = call.tokens, call.segments, call.pool, call.out
-    block = min(tokens.value_dim, 16384 // tokens.key_dim)
+    block = min(tokens.value_dim, 8192 // tokens.key_dim)
     _replay_verify(
         (segments.count, tokens.value_heads, 1),
         (*launch.inputs(tokens), out, pool, records),
@@ -263,7 +263,7 @@ def _launch_replay(call: VerifyCall, records: Tensor) -> None:
             *records.stride()[:2],
         ),
         (*launch.constants(tokens), block, call.state_v_first),
-        num_warps=4,
+        num_warps=2,
     )
 
 

@@ -107,7 +107,7 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        "segments", "tiles", "record_start", "carry_start", "transition_start", "heads",
+        "segments", "record_start", "carry_start", "transition_start", "heads",
         "initial_rows", "final_rows", "checkpoint_rows", "pad_slot",
     ],
     do_not_specialize_on_alignment=launch.TABLES,
@@ -115,7 +115,7 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
 def scan_kernel(
     p_table, p_bf16, p_fp16, p_fp32, p_out, p_initial, p_final, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_begin, p_offset, p_slot,
-    segments, tiles, record_start, carry_start, transition_start, heads,
+    segments, record_start, carry_start, transition_start, heads,
     initial_rows, final_rows, checkpoint_rows, pad_slot,
     o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s, checkpoint_s,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr, V_FIRST: tl.constexpr,
@@ -131,7 +131,7 @@ def scan_kernel(
         index = 0
         parts = 1
     else:
-        n = tl.load(p_table + 2 * (segments + 1) + tiles + part)
+        n = tl.load(p_table + 2 * (segments + 1) + part)
         if n < 0:
             return
         first_part = tl.load(p_table + segments + 1 + n)

@@ -1,8 +1,9 @@
 """The table of tiles and parts of a step, built on the device from the segment table in one small launch.
 
 Each segment's program counts what lies before it and writes its own entries, so that no other kernel has to look for
-its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | tile_segment [tiles] |
-part_segment [parts]; entries past the end are -1.
+its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | part_segment [parts] | tile_token [tiles]
+| tile_rows [tiles]: the first token of a tile and how many of its rows are real. Past the end a part's segment is -1
+and a tile has no rows.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -29,6 +30,7 @@ def part_count(tiles, part_tiles):
 
 @triton.jit
 def _fill(p_target, begin, end, value, BLOCK: tl.constexpr):
+    """p_target[begin:end] = value."""
     for start in range(trips(begin), trips(end), BLOCK):
         index = start + tl.arange(0, BLOCK)
         tl.store(p_target + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < end)
@@ -38,8 +40,9 @@ def _fill(p_target, begin, end, value, BLOCK: tl.constexpr):
     do_not_specialize=["segments", "tiles", "parts", "part_tiles"], do_not_specialize_on_alignment=launch.TABLES
 )
 def tiles_kernel(
-    p_table, p_length, segments, tiles, parts, part_tiles, length_s, C: tl.constexpr, BLOCK: tl.constexpr
-):
+    p_table, p_first, p_length, segments, tiles, parts, part_tiles, first_s, length_s,
+    C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (N + 1): program n writes segment n's entries, the last one the ends."""
     n = tl.program_id(0)
     tile = n * 0
@@ -52,11 +55,19 @@ def tiles_kernel(
         part += tl.sum(tl.where(index < n, part_count(count, part_tiles), 0), 0)
     tl.store(p_table + n, tile)
     tl.store(p_table + segments + 1 + n, part)
-    p_tile_segment = p_table + 2 * (segments + 1)
-    p_part_segment = p_tile_segment + tiles
+    p_part_segment = p_table + 2 * (segments + 1)
+    p_tile_token = p_part_segment + parts
+    p_tile_rows = p_tile_token + tiles
     length = tl.load(p_length + n.to(tl.int64) * length_s, mask=n < segments, other=0)
+    first = tl.load(p_first + n.to(tl.int64) * first_s, mask=n < segments, other=0)
     count = tile_count(length, C)
     is_end = n == segments
-    _fill(p_tile_segment, tile, tl.minimum(tl.where(is_end, tiles, tile + count), tiles), tl.where(is_end, -1, n), BLOCK)
-    part_end = tl.where(is_end, parts, part + part_count(count, part_tiles))
-    _fill(p_part_segment, part, tl.minimum(part_end, parts), tl.where(is_end, -1, n), BLOCK)
+    part_end = tl.minimum(tl.where(is_end, parts, part + part_count(count, part_tiles)), parts)
+    _fill(p_part_segment, part, part_end, tl.where(is_end, -1, n), BLOCK)
+    tile_end = tl.minimum(tl.where(is_end, tiles, tile + count), tiles)
+    for start in range(trips(tile), trips(tile_end), BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        begin = (index - tile) * C
+        rows = tl.where(is_end, 0, tl.minimum(length - begin, C))
+        tl.store(p_tile_token + index, first + begin, mask=index < tile_end)
+        tl.store(p_tile_rows + index, rows, mask=index < tile_end)
