@@ -125,15 +125,20 @@ def test_two_engines_on_one_model(kimi: Any) -> None:
     assert [result.tokens for result in one] == [result.tokens for result in two]
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rollback", ["replay", "slots"])
-def test_bfloat16(rollback: Any) -> None:
-    """Released dtypes run; the logits of the first token are transformers' within bfloat16."""
-    model = build_kimi_linear(0, hidden_size=64, head_dim=32, dtype=torch.bfloat16)
+@pytest.mark.parametrize("build", [build_glm5_next, build_kimi_linear])
+def test_bfloat16(build: Any, rollback: Any, state_dtype: torch.dtype) -> None:
+    """Released dtypes run; logits are transformers' on the same text within bfloat16."""
+    model = build(0, hidden_size=64, head_dim=32, experts=2, dtype=torch.bfloat16)
     prompt = random_prompts(1, seed=5, shortest=20)[0]
+    config = EngineConfig(max_drafts=3, rollback=rollback, state_dtype=state_dtype)
+    result = Engine(model, config).generate([prompt], SamplingParams(max_new_tokens=6, keep_logits=True))[0]
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt])).logits[0, -1].float()
-    result = run(model, [prompt], 6, EngineConfig(max_drafts=3, rollback=rollback))[0]
-    assert logits[result.tokens[0]] >= logits.max() - 0.05 * logits.abs().max()
+        logits = model(input_ids=torch.tensor([[*prompt, *result.tokens]])).logits[0].float()
+    want = logits[len(prompt) - 1 : -1]
+    assert result.logits is not None
+    assert (result.logits - want).norm() < 0.05 * want.norm()
 
 
 def test_models_that_cannot_run_are_refused_by_name(model: Any) -> None:

@@ -90,8 +90,11 @@ class AttentionCache:
         """Bytes allocated, room to grow included."""
         return sum(layer.nbytes for layer in self.layers.values())
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: object) -> tuple[Tensor, Tensor]:
-        """As the modules call it: keys and values [1, heads, n, D] of new tokens to those of all tokens."""
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """As the modules call it: keys and values [1, heads, n, D] of new tokens to those of all tokens.
+
+        `kwargs` are what newer releases of transformers hand on to caches that need more.
+        """
         return self.layers[layer_idx].update(keys, values)
 
     def update_indexer(self, rows: Tensor, layer_idx: int) -> Tensor:

@@ -6,6 +6,7 @@ engine calls the model's own modules for them; nothing of the model is patched.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ def _glm5_next(model: Any) -> Family:
     text = model.model.language_model
     config = text.config
     _check_shared_indexers(config)
+    keyword = _cache_keyword(text)
 
     def embed(ids: Tensor) -> Tensor:
         embedded: Tensor = text.embed_tokens(ids)
@@ -94,7 +96,7 @@ def _glm5_next(model: Any) -> Family:
 
     def attend(module: Any, x: Tensor, cache: AttentionCache, topk: Any) -> tuple[Tensor, Any]:
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # no padding; the indexer masks causally
-        y, _, topk = module(x, attention_mask=real, past_key_values=cache, prev_topk_indices=topk)
+        y, _, topk = module(x, attention_mask=real, prev_topk_indices=topk, **{keyword: cache})
         return y, topk
 
     return Family(
@@ -108,6 +110,11 @@ def _glm5_next(model: Any) -> Family:
         finish=lambda streams: text.norm(text.hc_head(streams)),
         attend=attend,
     )
+
+
+def _cache_keyword(text: Any) -> str:
+    """What this release of transformers calls the cache: `cache`, or `past_key_values` in older ones."""
+    return "cache" if "cache" in inspect.signature(text.forward).parameters else "past_key_values"
 
 
 def _expand(post: Tensor, mix: Tensor, streams: Tensor, y: Tensor) -> Tensor:
@@ -132,6 +139,7 @@ def _check_shared_indexers(config: Any) -> None:
 def _kimi_linear(model: Any) -> Family:
     text = model.model
     config = text.config
+    keyword = _cache_keyword(text)
 
     def enter(layer: Any, residual: Tensor) -> tuple[Tensor, Any]:
         return layer.input_layernorm(residual), residual
@@ -144,7 +152,7 @@ def _kimi_linear(model: Any) -> Family:
     def attend(module: Any, x: Tensor, cache: AttentionCache, topk: Any) -> tuple[Tensor, Any]:
         additive = config._attn_implementation == "eager"
         mask = causal_mask(x.shape[1], cache.length(module.layer_idx), x.dtype, x.device, additive=additive)
-        y, _ = module(x, attention_mask=mask, past_key_values=cache)
+        y, _ = module(x, attention_mask=mask, **{keyword: cache})
         return y, None
 
     return Family(
