@@ -38,9 +38,14 @@ struct Config {
     static constexpr int kGroups = 4;                                // producers, two warps each
     static constexpr int kConsumers = kWarpgroups * 128;
     static constexpr int kThreads = kConsumers + kGroups * 64;
-    // Registers of the SM, split between the roles; the sum must fit what the launch allocates (threads x entry count).
+    // Registers a thread, moved between the roles at the start.
     static constexpr int kConsumerRegisters = kForm == Form::kPair ? 192 : 160;
     static constexpr int kProducerRegisters = kForm == Form::kPair ? 112 : 96;
+    // setmaxnreg acts on whole warpgroups and hangs where the roles want more than the launch took: as many registers a
+    // thread as fit an SM, which the assembler counts in fours of warps.
+    static constexpr int kLaunchRegisters = 65536 / (32 * ((kThreads / 32 + 3) / 4 * 4)) / 8 * 8;
+    static_assert(kGroups % 2 == 0 && kConsumers * kConsumerRegisters + (kThreads - kConsumers) * kProducerRegisters <=
+                                          kThreads * kLaunchRegisters);
     // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups.
     static constexpr int kStages = kCluster ? 8 : 4;
     static constexpr int kSlots = kCluster ? 1 : 2;  // raw tiles in flight a group

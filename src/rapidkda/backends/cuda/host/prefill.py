@@ -67,7 +67,7 @@ def run(call: PrefillCall, forced: Plan | None = None) -> None:
     order = _order(segments)
     keep: list[Tensor] = []  # copies that must outlive the launches
     maps = _maps(call, keep)
-    stream = torch.cuda.current_stream(index).cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the time of current_stream().cuda_stream
     units = segments.count * tokens.value_heads
     form = "whole" if chosen.form == "whole" else "pair"
     main = compiler.load(kernel(form, bounded, gate_float), index)
