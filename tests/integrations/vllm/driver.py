@@ -117,8 +117,6 @@ class Driver:
 
     def step(self, parts: list[Part], padding: int = 0) -> tuple[Tensor, Any]:
         """Run one step on fresh inputs; returns core_attn_out [T + padding, H, D] and the metadata."""
-        from vllm import forward_context
-
         for part in parts:
             part.fresh = [
                 torch.randn(part.count, n).to(self.dtype).float() for n in (3 * CHANNELS, CHANNELS, CHANNELS, HEADS)
@@ -129,9 +127,15 @@ class Driver:
         )
         metadata = self.metadata(parts, padding)
         out = torch.full((1, x.shape[0], HEADS, DIM), float("nan"), dtype=self.dtype)
-        forward_context.current.attn_metadata = {self.layer.prefix: metadata}
+        self.enter(metadata)
         self.layer._forward(**self.arguments(x, g, z, b, out))
         return out[0], metadata
+
+    def enter(self, metadata: Any) -> None:
+        """Make the step's metadata what the layer finds in vLLM's forward context."""
+        from vllm import forward_context
+
+        forward_context.current.attn_metadata = {self.layer.prefix: metadata}
 
     def arguments(self, x: Tensor, g: Tensor, z: Tensor, b: Tensor, out: Tensor) -> dict[str, Tensor]:
         """The keywords of the layer's `_forward`; every input is a strided slice, as projections give them."""
