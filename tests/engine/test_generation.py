@@ -33,17 +33,12 @@ def generated(model: Any, prompts: Sequence[Prompt], new_tokens: int = NEW) -> l
 
 def sharing_glm() -> Any:
     """Two attention layers in a row, of which the second takes the first one's choice of tokens, and few of them."""
-    from transformers import Glm5NextForConditionalGeneration
+    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
 
-    config = copy.deepcopy(build_glm5_next(0, hidden_size=32, head_dim=16, index_topk=16, index_kpool=4).config)
-    text = config.text_config
-    text.layer_types = [
-        "linear_attention",
-        "deepseek_sparse_attention",
-        "deepseek_sparse_attention",
-        "linear_attention",
-    ]
-    text.indexer_types = ["full", "full", "shared", "full"]
+    values = build_glm5_next(0, hidden_size=32, head_dim=16, index_topk=16, index_kpool=4).config.to_dict()
+    values["text_config"]["layer_types"] = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    values["text_config"]["indexer_types"] = ["full", "full", "shared", "full"]
+    config = Glm5NextConfig(**values)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return Glm5NextForConditionalGeneration(config).eval()
