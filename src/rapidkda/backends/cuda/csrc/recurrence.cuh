@@ -94,13 +94,13 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     // The next checkpoint, and the chunk of this run that it follows, or -1.
     int checkpoint = 0, checkpoint_chunk = -1;
     auto find_checkpoint = [&]() {
-        const int end = p.checkpoint_begin[w.segment + 1];
+        const int end = min(p.checkpoint_begin[w.segment + 1], p.checkpoints);
         checkpoint_chunk = -1;
         for (; checkpoint < end && checkpoint_chunk < 0; checkpoint += checkpoint_chunk < 0)
             checkpoint_chunk = p.checkpoint_offset[checkpoint] / kChunk - 1 - w.first_chunk;
     };
     if (C::kOutputs && p.checkpoint_begin) {
-        checkpoint = p.checkpoint_begin[w.segment];
+        checkpoint = max(p.checkpoint_begin[w.segment], 0);
         find_checkpoint();
     }
 

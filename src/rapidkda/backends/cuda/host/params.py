@@ -72,7 +72,7 @@ class Params(NamedTuple):
     scale: float
     beta_scale: float
     lower_bound: float
-    reserved: int = 0
+    checkpoints: int
 
 
 _LAYOUT = struct.Struct("<512s17Q10q9iI3fi128s")
