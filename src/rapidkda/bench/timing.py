@@ -121,7 +121,7 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 5
     source = torch.empty(int(gigabytes * 2**30), dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     target.copy_(source)
-    rates = []
+    rates: list[float] = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

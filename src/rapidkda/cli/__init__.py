@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..errors import BackendUnavailable, ConfigConflict
-from . import bench, compile, demo, doctor, generate, verify
+from . import bench, compile, demo, doctor, generate, plan, verify
 from .console import UserError
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # the base of every complaint about arguments
@@ -24,6 +24,7 @@ app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("verify")(verify.verify)
 app.command("compile")(compile.compile_kernels)
+app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")
 
 
