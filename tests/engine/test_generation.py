@@ -120,20 +120,24 @@ def test_two_engines_on_one_model(kimi: Any) -> None:
     assert [result.tokens for result in one] == [result.tokens for result in two]
 
 
+@pytest.mark.parametrize(("device", "head_dim"), [("cpu", 32), pytest.param("cuda", 128, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rollback", ["replay", "slots"])
 @pytest.mark.parametrize("build", [build_glm5_next, build_kimi_linear])
-def test_bfloat16(build: Any, rollback: Any, state_dtype: torch.dtype) -> None:
+def test_bfloat16(build: Any, rollback: Any, state_dtype: torch.dtype, device: str, head_dim: int) -> None:
     """Released dtypes run; logits are transformers' on the same text within bfloat16."""
-    model = build(0, hidden_size=64, head_dim=32, experts=2, dtype=torch.bfloat16)
-    prompt = random_prompts(1, seed=5, shortest=20)[0]
-    config = EngineConfig(max_drafts=3, rollback=rollback, state_dtype=state_dtype)
-    result = Engine(model, config).generate([prompt], SamplingParams(max_new_tokens=6, keep_logits=True))[0]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prompt, *result.tokens]])).logits[0].float()
-    want = logits[len(prompt) - 1 : -1]
-    assert result.logits is not None
-    assert (result.logits - want).norm() < 0.05 * want.norm()
+    model = build(0, hidden_size=64, head_dim=head_dim, experts=2, dtype=torch.bfloat16).to(device)
+    prompts = random_prompts(4, seed=5, shortest=20)
+    config = EngineConfig(
+        max_num_batched_tokens=40, max_num_seqs=3, max_drafts=3, rollback=rollback, state_dtype=state_dtype
+    )
+    for result in Engine(model, config).generate(prompts, SamplingParams(max_new_tokens=6, keep_logits=True)):
+        text = torch.tensor([[*result.prompt, *result.tokens]], device=device)
+        with torch.no_grad():
+            logits = model(input_ids=text).logits[0].float().cpu()
+        want = logits[len(result.prompt) - 1 : -1]
+        assert result.logits is not None
+        assert (result.logits - want).norm() < 0.05 * want.norm()
 
 
 def test_models_that_cannot_run_are_refused_by_name(model: Any) -> None:
