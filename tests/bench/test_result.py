@@ -60,6 +60,7 @@ def test_report_compares_our_best_with_the_best_peer() -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == ["8x2048_h16", "slow", "83", "150", "200", "300", "2.00", "1.81", "4.1e-03, 3.1e-03"]
     assert "NVIDIA H200" in text
+    assert "- slow: best peer / ours 2.00 in the geometric mean of 1, 2.00 at least" in text
     assert "### Decode on a CPU" in text
 
 

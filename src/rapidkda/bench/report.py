@@ -28,7 +28,7 @@ def markdown(result: Result) -> str:
     for bench in BENCHES:
         rows = [row for row in result.rows if row.bench == bench]
         if rows:
-            lines += [f"### {TITLES[bench]}", "", *_table(rows), ""]
+            lines += [f"### {TITLES[bench]}", "", *_table(rows), "", *_summary(rows)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -65,6 +65,26 @@ def _table(rows: list[Row]) -> list[str]:
         cells.append(f"{_error(ours.err_out)}, {_error(ours.err_state)}" if ours else "")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _summary(rows: list[Row]) -> list[str]:
+    """A line a regime: the geometric mean and the least of best peer / ours."""
+    ratios: dict[str, list[float]] = {}
+    for workload in dict.fromkeys(row.workload for row in rows):
+        here = [row for row in rows if row.workload == workload]
+        ours, peer = best(here, ours=True), best(here, ours=False)
+        if ours and peer:
+            ratios.setdefault(workload[2], []).append(peer.us / ours.us)
+    lines = [
+        f"- {regime}: best peer / ours {geometric_mean(some):.2f} in the geometric mean of {len(some)}, "
+        f"{min(some):.2f} at least"
+        for regime, some in ratios.items()
+    ]
+    return [*lines, ""] if lines else []
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def best(rows: Iterable[Row], ours: bool) -> Row | None:
@@ -106,8 +126,7 @@ def compare(old: Result, new: Result) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += [f"| {' | '.join(key)} | {_time(row.us)} | | gone |" for key, row in before.items()]
     if ratios:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        lines += ["", f"geometric mean of old / new over {len(ratios)} rows: {mean:.3f}"]
+        lines += ["", f"geometric mean of old / new over {len(ratios)} rows: {geometric_mean(ratios):.3f}"]
     return "\n".join(lines) + "\n"
 
 
@@ -168,8 +187,10 @@ def readme_section(folder: Path, root: Path) -> str:
     """The README's performance section: every machine's newest results, with the file that holds them."""
     parts = []
     for path in newest(folder):
-        body = markdown(Result.load(path)).replace("### ", "#### ")
-        parts.append(f"From [{path.relative_to(root).as_posix()}]({path.relative_to(root).as_posix()}). {body}")
+        result = Result.load(path)
+        place = path.relative_to(root).as_posix()
+        body = markdown(result).replace("### ", "#### ")
+        parts.append(f"### {result.meta.gpu}\n\nAll of [{place}]({place}), `rapidkda bench report {place}`. {body}")
     return "\n".join(parts) if parts else "No result file is recorded yet.\n"
 
 

@@ -51,6 +51,8 @@ def verify(
     shapes = _shapes(shape, quick)
     names = _runnable(one_backend(backend), place)
     dtypes = (torch.bfloat16,) if place.type == "cuda" else (torch.float32, torch.bfloat16)
+    if place.type == "cpu":
+        torch.set_num_threads(1)  # small problems: more threads only wait for each other
     out = console()
     out.print(f"device {Device.of(place)}; backends {', '.join(names)}; {len(shapes)} shapes; seed {seed}")
     checks: list[tuple[str, Check]] = []
