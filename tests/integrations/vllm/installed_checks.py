@@ -46,6 +46,8 @@ def process() -> Iterator[None]:
     for module in (torch_utils, utils):
         if hasattr(module, "PIN_MEMORY"):
             module.PIN_MEMORY = False
+        if hasattr(module, "is_pin_memory_available"):
+            module.is_pin_memory_available = lambda: False
     plugin.register()
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(config):

@@ -125,8 +125,8 @@ def _checkpoints(checkpoint: Any, count: int) -> Checkpoints | None:
     """vLLM has at most one checkpoint a request: an offset a row (0: none) and the state slot that receives it."""
     if checkpoint is None:
         return None
-    offsets = checkpoint.offsets
-    if offsets is None:
+    offsets = getattr(checkpoint, "offsets", None)
+    if offsets is None:  # 0.31 keeps none on the host; read once a step, and only in steps that export
         offsets = checkpoint.checkpoint_offsets.tolist()
     offset = np.asarray(offsets, np.int64)[:count]
     rows = np.flatnonzero(offset)

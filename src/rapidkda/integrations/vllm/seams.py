@@ -11,7 +11,7 @@ a position, and its history and state are read at position `num_accepted_tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .contract import Accepts, Constant, Derives, Fact, Imports, Members, Parameters, Text
@@ -180,13 +180,8 @@ _PACKED_FACTS: tuple[Fact, ...] = (
     Imports(KIMI, ("get_forward_context",)),
     Imports(K3, ("get_forward_context",)),
     Imports(GLM, ("get_forward_context",)),
-    Members(GDN, "GDNAttentionMetadata", ("checkpoint", "spec_sequence_masks_cpu")),
+    Members(CHECKPOINT, "MambaPrefillCheckpointMetadata", ("checkpoint_offsets", "state_indices")),
     Parameters(GDN, "GDNAttentionMetadataBuilder.update_block_table", ("metadata", "blk_table", "slot_mapping")),
-    Members(
-        CHECKPOINT,
-        "MambaPrefillCheckpointMetadata",
-        ("checkpoint_offsets", "state_indices", "offsets"),
-    ),
     Members(
         "vllm.v1.kv_cache_interface",
         "MambaSpec",
@@ -206,7 +201,6 @@ _PACKED_FACTS: tuple[Fact, ...] = (
     Derives(GLM, "Glm5NextLinearAttention", "GatedDeltaNetAttention"),
     Parameters(GLM, "Glm5NextLinearAttention.__init__", LAYER_PARAMETERS),
     Parameters(GLM, "Glm5NextLinearAttention._forward", ("qkv_proj_states", "g1", "beta", "core_attn_out")),
-    Parameters(GLM, "Glm5NextLinearAttention.get_kv_cache_spec", ("vllm_config",)),
     Members(
         GLM,
         "Glm5NextLinearAttention",
@@ -229,15 +223,42 @@ _PACKED_FACTS: tuple[Fact, ...] = (
     Text(K3, "KimiK3DeltaAttention.forward", "fae2461df2b9f0f0"),
     Text(K3, "KimiK3DeltaAttention.get_kv_cache_spec", "f4fa10e3abb57df1"),
     Text(GLM, "Glm5NextLinearAttention.forward", "cdc80be9d1b847cd"),
-    Text(GLM, "Glm5NextLinearAttention._forward", "55a7de07c1255b36"),
-    Text(GLM, "Glm5NextLinearAttention.get_kv_cache_spec", "f4fa10e3abb57df1"),
     Text(K3, "resolve_kda_prefill_backend", "c68dff20acedb829"),
     Text(GLM, "_resolve_kda_prefill_backend", "f520ce2dca93d333"),
     Text(K3_DECODE, "fused_recurrent_kda_fwd_kernel", "c31adf137cf96562"),
     Text(K3_DECODE, "fused_recurrent_kda_packed_decode_kernel", "b0d67979cf7a8d02"),
-    Text(GLM_DECODE, "fused_recurrent_gated_delta_rule_fwd_kernel", "89a106a71e48894b"),
     Text(MAMBA_UTILS, "MambaStateShapeCalculator.kda_state_shape", "5c14c54b4939298c"),
+)
+
+_CHECKPOINT_FACTS: tuple[Fact, ...] = (
+    Members(GDN, "GDNAttentionMetadata", ("checkpoint",)),
+    Members(CHECKPOINT, "MambaPrefillCheckpointMetadata", ("offsets",)),
+    Parameters(GLM, "Glm5NextLinearAttention.get_kv_cache_spec", ("vllm_config",)),
     Text(K3_METADATA, "KimiK3KDAMetadataBuilder.build", "5e95555a5198aba6"),
+    Text(GLM, "Glm5NextLinearAttention._forward", "55a7de07c1255b36"),
+    Text(GLM, "Glm5NextLinearAttention.get_kv_cache_spec", "f4fa10e3abb57df1"),
+    Text(GLM_DECODE, "fused_recurrent_gated_delta_rule_fwd_kernel", "89a106a71e48894b"),
+)
+
+VLLM_0_31 = Seam(
+    versions=("0.31.0",),
+    layers=tuple(replace(layer, checkpoints=layer.module != GLM) for layer in _PACKED_LAYERS),
+    builders=_PACKED_BUILDERS,
+    refused=_PACKED_REFUSED,
+    facts=(
+        *_PACKED_FACTS,
+        Text(GLM, "Glm5NextLinearAttention._forward", "9072f5b74c20eb4d"),
+        Text(GLM_DECODE, "fused_recurrent_gated_delta_rule_fwd_kernel", "7b2f15893d768942"),
+        Text(K3, "KimiK3DeltaAttention._forward", "1be63fc8b9c33557"),
+        Text(CONV, "_causal_conv1d_fwd_kernel", "68fa66314a7c7f46"),
+        Text(CONV, "_causal_conv1d_update_kernel", "93dbf3a6bc888cc1"),
+        Text(GDN, "GDNAttentionMetadataBuilder.build", "740cf341d3f3fd57"),
+        Text(K3_METADATA, "KimiK3KDAMetadataBuilder.build", "1d181c2be33dcce9"),
+        Text(CHECKPOINT, "MambaPrefillCheckpointBuilder.build", "4a730c2e44eef300"),
+        Text(
+            "vllm.model_executor.layers.mamba.kda_checkpoint", "FlashKDAPrefillCheckpointExporter", "9d57e51e22eaaeaa"
+        ),
+    ),
 )
 
 VLLM_0_32 = Seam(
@@ -247,6 +268,7 @@ VLLM_0_32 = Seam(
     refused=_PACKED_REFUSED,
     facts=(
         *_PACKED_FACTS,
+        *_CHECKPOINT_FACTS,
         Text(K3, "KimiK3DeltaAttention._forward", "4c1777963bec45ab"),
         Text(CONV, "_causal_conv1d_fwd_kernel", "68fa66314a7c7f46"),
         Text(CONV, "_causal_conv1d_update_kernel", "93dbf3a6bc888cc1"),
@@ -265,6 +287,7 @@ VLLM_0_33 = Seam(
     refused=_PACKED_REFUSED,
     facts=(
         *_PACKED_FACTS,
+        *_CHECKPOINT_FACTS,
         Text(K3, "KimiK3DeltaAttention._forward", "f3430c6af51fea86"),
         Text(CONV, "_causal_conv1d_fwd_kernel", "a9a65bef22e49126"),
         Text(CONV, "_causal_conv1d_update_kernel", "109fca83e834d0fc"),
@@ -275,4 +298,6 @@ VLLM_0_33 = Seam(
     ),
 )
 
-SEAMS: dict[str, Seam] = {version: seam for seam in (VLLM_0_25, VLLM_0_32, VLLM_0_33) for version in seam.versions}
+SEAMS: dict[str, Seam] = {
+    version: seam for seam in (VLLM_0_25, VLLM_0_31, VLLM_0_32, VLLM_0_33) for version in seam.versions
+}
