@@ -17,6 +17,7 @@ COMMANDS = (
     ("doctor",),
     ("demo",),
     ("generate",),
+    ("plan",),
     ("verify",),
     ("compile",),
     ("bench", "cpu"),
