@@ -206,6 +206,7 @@ def test_a_rejected_draft_that_is_not_a_number_leaves_nothing(model: Any, rollba
     config = EngineConfig(max_num_batched_tokens=48, max_num_seqs=6, max_drafts=3, rollback=rollback)
     results = Engine(model, config, Poison(want, seed=0)).generate(prompts, SamplingParams(max_new_tokens=6))
     assert {result.prompt: result.tokens for result in results} == want
+    assert [result.stats.preemptions for result in results] == [1] * 6  # computed again once, then without drafts
 
 
 def test_an_exception_in_a_step_ends_its_requests_and_no_others(kimi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
