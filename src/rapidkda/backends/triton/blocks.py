@@ -2,6 +2,7 @@
 
 Names: `p_` marks pointers. All address arithmetic is 64-bit: an index is widened before it meets a stride.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def dot_fp32(a, b, PRECISION: tl.constexpr):
 def narrow(x, DTYPE: tl.constexpr):
     """float32 to DTYPE, to nearest even. Triton's interpreter truncates to bfloat16, so there it is rounded first."""
     if INTERPRETED:
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             bits = x.to(tl.int32, bitcast=True)
             x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
@@ -116,10 +117,10 @@ def amplitude(p_a_log, head):
 
 
 @triton.jit
-def gate_bias(p_dt_bias, head, channels, K: tl.constexpr):
-    """The gate's bias [K] of a head; 0 where there is none."""
+def gate_bias(p_dt_bias, head, channels, K: tl.constexpr, SIZE: tl.constexpr):
+    """The gate's bias of a head at `channels` [SIZE]; 0 where there is none."""
     if p_dt_bias is None:
-        return tl.zeros([K], tl.float32)
+        return tl.zeros([SIZE], tl.float32)
     return tl.load(p_dt_bias + head * K + channels)
 
 
@@ -146,7 +147,7 @@ def write_strength(x, beta_scale, LOGITS: tl.constexpr):
 
 @triton.jit
 def trips(count):
-    """A loop bound. Triton 3.6's interpreter cannot take one from a tensor under NumPy 2.4, so there it is unwrapped."""
+    """A loop bound. Triton 3.6's interpreter cannot take a tensor for one under NumPy 2.4, so there it is unwrapped."""
     if INTERPRETED:
         return count.handle.data.item()
     return count

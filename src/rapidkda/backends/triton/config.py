@@ -1,4 +1,4 @@
-"""Tile shapes and launch options per architecture. Values measured on an H200; elsewhere what fits, on the safe side."""
+"""Tile shapes and launch options per architecture. Measured on an H200; elsewhere what fits, on the safe side."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...device import Device
+from .plan import CHUNK
 
 # Shared memory of a program, bytes. What is not listed gets the least of them.
 _SHARED = {
@@ -28,10 +29,9 @@ _SCRATCH = 24 << 10  # layout conversions, beside the pipelined tiles
 class Config:
     """Compile-time choices of a prefill."""
 
-    chunk: int  # tokens of a tile
     value_block: int  # value rows of a scan program
+    slice: int  # channels that the preparation takes at a time
     prepare_warps: int
-    prepare_registers: int | None  # most registers a thread of the preparation may take
     scan_warps: int
     stages: int
     precision: str  # of float32 products
@@ -61,28 +61,18 @@ def machine(device: torch.device) -> Machine:
 
 
 @functools.lru_cache(maxsize=256)
-def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, chunk_limit: int, full: bool) -> Config:
-    """The configuration of a call.
-
-    Args:
-        chunk_limit: largest chunk that the call allows (16 where states must be exported every 16 tokens).
-        full: enough programs to fill the machine with wide value blocks.
-    """
-    size = 4 if precise else 2
-    chunk = min(chunk_limit, 16 if precise else 32)
-    block = min(value_dim, 64)
-    warps = 4
+def choose(where: Machine, key_dim: int, value_dim: int, precise: bool) -> Config:
+    """The configuration of a call: as deep a pipeline of tiles, up to three, as shared memory holds."""
+    block = 32 if precise and key_dim > 128 else 64  # float32 states are operands in shared memory
+    tile = (4 if precise else 2) * CHUNK * (3 * key_dim + block + CHUNK)
     stages = 3
-    if full and value_dim >= 128 and not precise:
-        block, warps = 128, 8
-
-    def tile_bytes() -> int:
-        return size * (3 * chunk * key_dim + chunk * block + chunk * chunk)
-
-    while stages > 1 and (stages * tile_bytes()) + _SCRATCH > where.shared:
+    while stages > 1 and stages * tile + _SCRATCH > where.shared:
         stages -= 1
-    if stages == 1 and chunk > 16:
-        chunk, stages = 16, 2
-        while stages > 1 and (stages * tile_bytes()) + _SCRATCH > where.shared:
-            stages -= 1
-    return Config(chunk, block, 4 if key_dim > 128 or precise else 2, None, warps, stages, where.precision)
+    return Config(
+        value_block=block,
+        slice=64,
+        prepare_warps=4 if precise or key_dim > 128 or value_dim > 128 else 1,
+        scan_warps=4,
+        stages=stages,
+        precision=where.precision,
+    )

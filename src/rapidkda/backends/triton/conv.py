@@ -3,6 +3,7 @@
 A program takes a tile of one segment's tokens and a block of channels. The program with a segment's first tile alone
 touches the pools: it reads the history before it writes the new one, so that slots may be updated in place.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -101,8 +102,9 @@ def conv_kernel(
     p_x, p_weight, p_bias, p_out, p_pool, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_accepted, p_begin, p_offset, p_slot,
     segments, pool_rows, checkpoint_rows, pad_slot, offsets,
-    channels_total, x_t, out_t, weight_c, weight_w, bias_c, first_s, length_s, pool_s, entry_s, channel_s, read_s, write_s, has_s,
-    accepted_s, begin_s, offset_s, slot_s, checkpoint_s, checkpoint_entry_s, checkpoint_channel_s,
+    channels_total, x_t, out_t, weight_c, weight_w, bias_c, first_s, length_s, pool_s, entry_s, channel_s,
+    read_s, write_s, has_s, accepted_s, begin_s, offset_s, slot_s,
+    checkpoint_s, checkpoint_entry_s, checkpoint_channel_s,
     W: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
     SCAN: tl.constexpr, ONE_TILE: tl.constexpr, KEEP_ALL: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip

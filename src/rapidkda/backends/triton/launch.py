@@ -22,6 +22,16 @@ TABLES = ["p_first", "p_length", "p_read", "p_write", "p_has", "p_accepted", "p_
 GATE_CODES: dict[GateKind, int] = {"log_decay": 0, "bounded": 1, "softplus": 2}  # as in blocks.py
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether compiled kernels run there; a CPU has the interpreter only."""
+    return device.type == "cuda"
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of torch's current stream."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
 class Launcher:
     """A kernel whose parameters come as data pointers, table pointers, sizes, strides, constants, in this order.
 
@@ -42,15 +52,15 @@ class Launcher:
         strides: tuple[int, ...],
         constants: tuple[Any, ...],
         num_warps: int,
-        registers: int | None = None,
-    ) -> None:
+        compile_only: bool = False,
+    ) -> bool:
+        """Launch, or only make sure that a launch will find its kernel. True if a kernel was compiled for it."""
         arguments = (*data, *tables, *sizes, *strides, *constants)
         device = next(x for x in data if x is not None).device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        if is_gpu(device) and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._run(grid, data, tables, strides, constants, num_warps, registers, arguments, device)
-        else:
-            self._run(grid, data, tables, strides, constants, num_warps, registers, arguments, device)
+                return self._run(grid, data, tables, strides, constants, num_warps, arguments, device, compile_only)
+        return self._run(grid, data, tables, strides, constants, num_warps, arguments, device, compile_only)
 
     def _run(
         self,
@@ -60,10 +70,10 @@ class Launcher:
         strides: tuple[int, ...],
         constants: tuple[Any, ...],
         num_warps: int,
-        registers: int | None,
         arguments: tuple[Any, ...],
         device: torch.device,
-    ) -> None:
+        compile_only: bool,
+    ) -> bool:
         bits = 0
         for x in data:
             if x is not None:
@@ -72,17 +82,22 @@ class Launcher:
         if bits & 15:
             aligned = tuple(x is None or x.data_ptr() % 16 == 0 for x in data)
         dtypes = tuple([None if x is None else x.dtype for x in (*data, *tables)])
-        key = (device.index, num_warps, registers, aligned, dtypes, strides, constants)
+        key = (device.index, num_warps, aligned, dtypes, strides, constants)
         compiled = self.compiled.get(key)
         if compiled is None:
-            limit = {} if registers is None else {"maxnreg": registers}
-            compiled = self.kernel[grid](*arguments, num_warps=num_warps, **limit)
-            if device.type == "cuda" and not env.flag("TRITON_INTERPRET"):
-                self.compiled[key] = compiled
-            return
+            if compile_only:
+                compiled = self.kernel.warmup(*arguments, grid=grid, num_warps=num_warps)
+            else:
+                compiled = self.kernel[grid](*arguments, num_warps=num_warps)
+            if not is_gpu(device) or env.flag("TRITON_INTERPRET"):
+                return False  # nothing to find again: interpreted, or compiled for a target that is not here
+            self.compiled[key] = compiled
+            return True
+        if compile_only:
+            return False
         compiled.run(
             *grid,
-            torch._C._cuda_getCurrentRawStream(device.index),
+            current_stream(device),
             compiled.function,
             compiled.packed_metadata,
             None,
@@ -90,6 +105,7 @@ class Launcher:
             knobs.runtime.launch_exit_hook,
             *arguments,
         )
+        return False
 
 
 def inputs(tokens: Tokens) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,6 @@
-"""What a prefill call runs: chunk size, tiles, parts, and where everything lies in the workspace. Plain arithmetic.
+"""What a prefill call runs: tiles, parts, and where everything lies in the workspace. Plain arithmetic.
 
-A segment is cut into tiles of `chunk` tokens. A tile and a value head have one record, written by the preparation and
+A segment is cut into tiles of C = 16 tokens. A tile and a value head have one record, written by the preparation and
 read by the scan:
 
     wk [C, K] | qd [C, K] | kr [C, K] | uv [C, V] | aq [C, C] | decay [K] | u_scale [C] | q_scale [C]
@@ -21,7 +21,7 @@ from ...problem import Sizes
 from ...segments import Segments
 
 ALIGNMENT = 256  # bytes
-CHUNKS = (16, 32)
+CHUNK = 16  # tokens of a tile; states can be exported after any of them
 MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bounds the scratch for their states
 MIN_PART_TILES = 4
 CUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of parts of the longest segment that are considered
@@ -31,15 +31,15 @@ def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def record_bytes(chunk: int, key_dim: int, value_dim: int, precise: bool) -> int:
+def record_bytes(key_dim: int, value_dim: int, precise: bool) -> int:
     """Size of one record, a multiple of ALIGNMENT."""
-    matrices = 3 * chunk * key_dim + chunk * value_dim + chunk * chunk
-    return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * chunk))
+    matrices = CHUNK * (3 * key_dim + value_dim + CHUNK)
+    return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * CHUNK))
 
 
-def max_tiles(tokens: int, segments: int, chunk: int) -> int:
+def max_tiles(tokens: int, segments: int) -> int:
     """Most tiles that `segments` disjoint segments of `tokens` tokens can have."""
-    return tokens // chunk + segments
+    return tokens // CHUNK + segments
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Layout:
     total: int
 
     @staticmethod
-    def of(tiles: int, parts: int, segments: int, value_heads: int, key_dim: int, value_dim: int, record: int) -> Layout:
+    def of(
+        tiles: int, parts: int, segments: int, value_heads: int, key_dim: int, value_dim: int, record: int
+    ) -> Layout:
         tables = _align(4 * (2 * (segments + 1) + parts + 2 * tiles))
         carries = tables + tiles * value_heads * record
         transitions = carries + parts * value_heads * value_dim * key_dim * 4
@@ -64,18 +66,12 @@ class Layout:
 
 
 def workspace_bytes(sizes: Sizes) -> int:
-    """Scratch of any prefill within `sizes`, whatever chunk size and cut it takes."""
-    precise = sizes.dtype == torch.float32
-    most = 0
-    for chunk in CHUNKS:
-        record = record_bytes(chunk, sizes.key_dim, sizes.value_dim, precise)
-        tiles = max_tiles(sizes.tokens, sizes.segments, chunk)
-        parts = max_parts(tiles, sizes.value_heads)
-        layout = Layout.of(
-            tiles, parts, sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record
-        )
-        most = max(most, layout.total)
-    return most
+    """Scratch of any prefill within `sizes`, however it is cut."""
+    record = record_bytes(sizes.key_dim, sizes.value_dim, sizes.dtype == torch.float32)
+    tiles = max_tiles(sizes.tokens, sizes.segments)
+    parts = max_parts(tiles, sizes.value_heads)
+    layout = Layout.of(tiles, parts, sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record)
+    return layout.total
 
 
 def max_parts(tiles: int, value_heads: int) -> int:
@@ -105,59 +101,57 @@ class Costs:
     compose: float  # latency of one link of the chain of parts
 
 
-def cut(segments: Segments, tokens: int, value_heads: int, chunk: int, blocks: tuple[int, int], units: int) -> Cut:
+COSTS = Costs(step=0.77, share=0.59, launch=3.0, compose=4.2)
+
+
+def cut(segments: Segments, tokens: int, value_heads: int, blocks: tuple[int, int], units: int) -> Cut:
     """Whether a call's segments run as parts side by side, and how long a part is.
 
     From the host's lengths where it has them, else from the maxima that the call is launched for. `blocks` are the
     programs a head needs for its value rows and for its key rows.
     """
     if segments.host is not None:
-        tiles = -(-segments.host[1] // chunk)
+        tiles = -(-segments.host[1] // CHUNK)
     else:
-        tiles = np.full(segments.count, -(-min(segments.max_length, tokens) // chunk))
+        tiles = np.full(segments.count, -(-min(segments.max_length, tokens) // CHUNK))
     longest = int(tiles.max(initial=0))
-    most = max_parts(max_tiles(tokens, segments.count, chunk), value_heads)
+    most = max_parts(max_tiles(tokens, segments.count), value_heads)
     if longest < 2 * MIN_PART_TILES or most < 2:
         return NO_CUT
-    return cut_of(tuple(tiles.tolist()), value_heads, blocks, units, most, COSTS[chunk])
+    return cut_of(tuple(tiles.tolist()), value_heads, blocks, units, most)
 
 
 @functools.lru_cache(maxsize=512)
-def cut_of(
-    tiles: tuple[int, ...], value_heads: int, blocks: tuple[int, int], units: int, most: int, costs: Costs
-) -> Cut:
+def cut_of(tiles: tuple[int, ...], value_heads: int, blocks: tuple[int, int], units: int, most: int) -> Cut:
     """The cheapest cut of segments of `tiles` tiles each into at most `most` parts together, by the cost model."""
     counts = np.asarray(tiles)
     longest = int(counts.max())
-    best, best_cost = NO_CUT, _pass(longest, int(counts.sum()) * value_heads * blocks[0], units, costs)
+    best, best_cost = NO_CUT, predicted_whole(counts, value_heads, blocks, units)
     for wanted in CUTS:
         part_tiles = -(-longest // wanted)
         parts = np.maximum(-(-counts // part_tiles), 1)
         if part_tiles < MIN_PART_TILES or parts.sum() > most or parts.max() < 2:
             continue
-        cost = predicted(counts, parts, value_heads, blocks, units, costs)
+        cost = predicted(counts, parts, value_heads, blocks, units)
         if cost < best_cost:
             best, best_cost = Cut(int(parts.sum()), part_tiles), cost
     return best
 
 
-def predicted(
-    tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs
-) -> float:
+def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int) -> float:
+    """Microseconds of the scan over segments that are not cut."""
+    return _pass(int(tiles.max()), int(tiles.sum()) * value_heads * blocks[0], units)
+
+
+def predicted(tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int) -> float:
     """Microseconds of the three passes over segments that are cut into `parts`."""
     length = int((-(-tiles // parts)).max())
     own = (tiles * (parts - 1) / parts).sum() * blocks[0]
     transition = (tiles * np.maximum(parts - 2, 0) / parts).sum() * blocks[1]
-    first = _pass(length, (own + transition) * value_heads, units, costs)
-    second = _pass(length, tiles.sum() * value_heads * blocks[0], units, costs)
-    return first + second + costs.launch + costs.compose * float(parts.max() - 2)
+    first = _pass(length, (own + transition) * value_heads, units)
+    second = _pass(length, tiles.sum() * value_heads * blocks[0], units)
+    return first + second + COSTS.launch + COSTS.compose * float(parts.max() - 2)
 
 
-def _pass(longest: int, steps: float, units: int, costs: Costs) -> float:
-    return costs.launch + max(longest * costs.step, steps * costs.share / units)
-
-
-COSTS = {
-    16: Costs(step=0.77, share=0.59, launch=3.0, compose=4.2),
-    32: Costs(step=1.02, share=0.82, launch=3.0, compose=4.2),
-}
+def _pass(longest: int, steps: float, units: int) -> float:
+    return COSTS.launch + max(longest * COSTS.step, steps * COSTS.share / units)

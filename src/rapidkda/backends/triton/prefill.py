@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ...problem import PrefillCall
 from . import config, launch, plan
+from .compose import compose_kernel
 from .prepare import prepare_kernel
-from .scan import compose_kernel, scan_kernel
+from .scan import scan_kernel
 from .tiles import tiles_kernel
 
 WHOLE, TRANSITIONS, RESUME = 0, 1, 2  # as in scan.py
@@ -33,13 +34,12 @@ def prefill(call: PrefillCall) -> None:
     heads, key_dim, value_dim = tokens.value_heads, tokens.key_dim, tokens.value_dim
     precise = tokens.q.dtype == torch.float32
     where = config.machine(tokens.q.device)
-    full = segments.count * heads >= 2 * where.units
-    choice = config.choose(where, key_dim, value_dim, precise, _chunk_limit(call), full)
-    chunk = choice.chunk
-    tiles = plan.max_tiles(tokens.count, segments.count, chunk)
+    choice = config.choose(where, key_dim, value_dim, precise)
+    chunk = plan.CHUNK
+    tiles = plan.max_tiles(tokens.count, segments.count)
     blocks = (value_dim // choice.value_block, key_dim // choice.value_block)
-    cut = plan.cut(segments, tokens.count, heads, chunk, blocks, where.units)
-    record = plan.record_bytes(chunk, key_dim, value_dim, precise)
+    cut = plan.cut(segments, tokens.count, heads, blocks, where.units)
+    record = plan.record_bytes(key_dim, value_dim, precise)
     layout = plan.Layout.of(tiles, cut.parts, segments.count, heads, key_dim, value_dim, record)
     workspace = _workspace(call, layout.total)
     table, near, fine, full_precision = (
@@ -64,20 +64,26 @@ def prefill(call: PrefillCall) -> None:
             (tiles * heads, 1, 1),
             (*launch.inputs(tokens), table, near, fine, full_precision),
             (),
-            (2 * (segments.count + 1) + cut.parts, tiles, record_start, heads, heads // tokens.heads, *launch.scalars(tokens)),
+            (
+                2 * (segments.count + 1) + cut.parts,
+                tiles,
+                record_start,
+                heads,
+                heads // tokens.heads,
+                *launch.scalars(tokens),
+            ),
             launch.strides(tokens),
-            (*launch.constants(tokens), chunk, record_units, precise, choice.precision),
+            (*launch.constants(tokens), choice.slice, record_units, precise, choice.precision),
             num_warps=choice.prepare_warps,
-            registers=choice.prepare_registers,
         )
 
-    def scan(passes: int, row_blocks: int, count: int) -> None:
+    def scan(passes: int, row_blocks: int, count: int, compile_only: bool = False) -> bool:
         final = call.final if passes != TRANSITIONS else None
         exported = call.checkpoint_pool if passes != TRANSITIONS and call.checkpoints is not None else None
         begin = offset = slot = None
         if exported is not None and call.checkpoints is not None:
             begin, offset, slot = call.checkpoints.begin, call.checkpoints.offset, call.checkpoints.slot
-        _scan(
+        return _scan(
             (row_blocks, heads, count),
             (table, near, fine, full_precision, call.out, call.initial, final, exported),
             (first_token, length, call.read_slots, call.write_slots, call.has_initial_state, begin, offset, slot),
@@ -119,30 +125,37 @@ def prefill(call: PrefillCall) -> None:
                 choice.stages,
             ),
             num_warps=choice.scan_warps,
+            compile_only=compile_only,
         )
 
-    if cut.parts == 0:
-        scan(WHOLE, blocks[0], segments.count)
-        return
-    scan(TRANSITIONS, blocks[0] + blocks[1], cut.parts)
-    _compose(
-        (value_dim // COMPOSE_ROWS, heads, segments.count),
-        (table, full_precision),
-        (),
-        (segments.count, carry_start, transition_start, heads),
-        (),
-        (key_dim, value_dim, COMPOSE_ROWS, choice.precision, 2),
-        num_warps=4,
-    )
-    scan(RESUME, blocks[0], cut.parts)
+    def run_whole(compile_only: bool = False) -> bool:
+        return scan(WHOLE, blocks[0], segments.count, compile_only)
 
+    def run_parts(compile_only: bool = False) -> bool:
+        count = max(cut.parts, 1)
+        scan(TRANSITIONS, blocks[0] + blocks[1], count, compile_only)
+        _compose(
+            (value_dim // COMPOSE_ROWS, heads, segments.count),
+            (table, full_precision),
+            (),
+            (segments.count, carry_start, transition_start, heads),
+            (),
+            (
+                key_dim,
+                value_dim,
+                COMPOSE_ROWS,
+                min(key_dim, 8192 // key_dim),
+                choice.precision,
+                min(choice.stages, 2),
+            ),
+            num_warps=4,
+            compile_only=compile_only,
+        )
+        return scan(RESUME, blocks[0], count, compile_only)
 
-def _chunk_limit(call: PrefillCall) -> int:
-    """Chunks of 32 tokens where no state is exported inside one, as far as the host knows."""
-    if call.checkpoints is None or call.checkpoint_pool is None:
-        return 32
-    host = call.checkpoints.host
-    return 32 if host is not None and not (host[1] % 32).any() else 16
+    run, other = (run_parts, run_whole) if cut.parts else (run_whole, run_parts)
+    if run():  # the first call of its kind: another length may take the other form, and must not compile then
+        other(compile_only=True)
 
 
 def _workspace(call: PrefillCall, size: int) -> Tensor:

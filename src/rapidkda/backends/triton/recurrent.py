@@ -5,6 +5,7 @@ independent. Only the replay form keeps all of them in one program, since all of
 
     S = S exp(g)      u = b (v - S k)      S = S + u k^T      o = scale S q        S [V, K]
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from ...problem import CommitCall, DecodeCall, Tokens, VerifyCall
 from . import launch
 from .blocks import L2_EPS, exp, gate_bias, log_decay, narrow, trips, usable, write_strength
+
+SIZES = ["pool_rows", "pad_slot", "positions", "group"]
 
 
 @triton.jit
@@ -38,7 +41,7 @@ def _load_key(
     if L2NORM:
         k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     g = tl.load(p_g + token * g_t + head * g_h + channels).to(tl.float32)
-    g = log_decay(g, gate_bias(p_dt_bias, head, channels, K), p_a_log, lower_bound, head, GATE, 1.0)
+    g = log_decay(g, gate_bias(p_dt_bias, head, channels, K, K), p_a_log, lower_bound, head, GATE, 1.0)
     b = write_strength(tl.load(p_beta + token * b_t + head * b_h).to(tl.float32), beta_scale, LOGITS)
     return k, g, b
 
@@ -62,7 +65,7 @@ def _advance(state, k, g, u_or_v, b, REPLAY: tl.constexpr):
     return state + u[:, None] * k[None, :], u
 
 
-@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions", "group"], do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_first, p_length, p_read, p_write, p_accepted,
     pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
@@ -124,7 +127,7 @@ def _replay(
     return state
 
 
-@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions", "group"], do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def replay_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
     pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
@@ -170,7 +173,7 @@ def replay_kernel(
             tl.store(p_record + 2 * K + rows, u, mask=real)
 
 
-@triton.jit(do_not_specialize=["pool_rows", "pad_slot", "positions", "group"], do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def commit_kernel(
     p_pool, p_records, p_slot, p_accepted, pool_rows, pad_slot, positions,
     slots_s, accepted_s, pool_s, records_s, records_j,
@@ -191,8 +194,8 @@ def commit_kernel(
 
 
 def value_block(key_dim: int, value_dim: int, state_dtype: torch.dtype) -> int:
-    """Value rows of a program of two warps: 8 KiB of state, enough in flight to reach the memory's rate."""
-    return min(value_dim, (2048 if state_dtype == torch.float32 else 4096) // key_dim)
+    """Value rows of a program of one warp: 4 KiB of state in registers."""
+    return min(value_dim, (1024 if state_dtype == torch.float32 else 2048) // key_dim)
 
 
 _step = launch.Launcher(step_kernel)
@@ -240,7 +243,7 @@ def _launch_step(
             pool.stride(0),
         ),
         (*launch.constants(tokens), block, call.state_v_first, accepted is not None),
-        num_warps=2,
+        num_warps=1,
     )
 
 
@@ -282,5 +285,5 @@ def commit(call: CommitCall) -> None:
         (pool.shape[0], call.pad_slot, records.shape[1]),
         (call.slots.stride(0), call.accepted.stride(0), pool.stride(0), *records.stride()[:2]),
         (key_dim, value_dim, block, call.state_v_first),
-        num_warps=2,
+        num_warps=1,
     )

@@ -227,28 +227,3 @@ def scan_kernel(
                 narrow(state, p_final.dtype.element_ty),
                 mask=real & (index == parts - 1),
             )
-
-
-@triton.jit(do_not_specialize=["segments", "carry_start", "transition_start", "heads"])
-def compose_kernel(
-    p_table, p_fp32, segments, carry_start, transition_start, heads,
-    K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Link the parts of a segment: the carry of part p becomes the state after it, exactly. Grid (V / VB, HV, N)."""
-    n = tl.program_id(2)
-    head = tl.program_id(1).to(tl.int64)
-    first = tl.load(p_table + segments + 1 + n)
-    parts = tl.load(p_table + segments + 2 + n) - first
-    rows = tl.program_id(0) * VB + tl.arange(0, VB)
-    channels = tl.arange(0, K)
-    carry_offset = rows[:, None] * K + channels[None, :]
-    p_carry = p_fp32 + carry_start.to(tl.int64) * 64
-    p_transition = p_fp32 + transition_start.to(tl.int64) * 64
-    if parts > 2:
-        state = tl.load(p_carry + (first.to(tl.int64) * heads + head) * (V * K) + carry_offset)
-        for p in tl.range(1, trips(parts - 1), num_stages=STAGES):
-            here = (first + p).to(tl.int64) * heads + head
-            transition = tl.load(p_transition + here * (K * K) + channels[:, None] * K + channels[None, :])
-            own = tl.load(p_carry + here * (V * K) + carry_offset)
-            state = own + dot_fp32(state, transition, PRECISION)
-            tl.store(p_carry + here * (V * K) + carry_offset, state)

@@ -1,9 +1,9 @@
 """The table of tiles and parts of a step, built on the device from the segment table in one small launch.
 
 Each segment's program counts what lies before it and writes its own entries, so that no other kernel has to look for
-its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | part_segment [parts] | tile_token [tiles]
-| tile_rows [tiles]: the first token of a tile and how many of its rows are real. Past the end a part's segment is -1
-and a tile has no rows.
+its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | part_segment [parts] |
+tile_token [tiles] | tile_rows [tiles], the last two being the first token of a tile and how many of its rows are real.
+Past the end a part's segment is -1 and a tile has no rows.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

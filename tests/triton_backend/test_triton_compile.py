@@ -1,0 +1,136 @@
+"""Every kernel compiles for every target, within the target's shared memory; a new length compiles nothing new."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the package triton", minversion="3.6")
+
+import triton_calls as calls
+from triton_targets import TARGETS, compiling
+
+from rapidkda.backends.triton import TritonBackend, launch, plan
+
+BACKEND = TritonBackend()
+CUT = plan.Cut(3, 2)
+
+
+def launch_everything() -> None:
+    """Every kernel and every pass of the scan."""
+    BACKEND.prefill(calls.prefill([40, 20], export=True, heads=8))
+    with mock.patch.object(plan, "cut", return_value=CUT):
+        BACKEND.prefill(calls.prefill([40, 20]))
+    BACKEND.decode(calls.decode(2))
+    BACKEND.verify(calls.verify(2, replay=False))
+    BACKEND.verify(calls.verify(2, replay=True))
+    BACKEND.commit(calls.commit(2))
+    BACKEND.conv(calls.conv([150, 50]))
+    BACKEND.conv(calls.conv([1, 1]))
+    BACKEND.conv(calls.conv([3, 2], keep_all=True))
+    BACKEND.norm(calls.norm(5))
+
+
+KERNELS = {
+    "tiles_kernel",
+    "prepare_kernel",
+    "scan_kernel",
+    "compose_kernel",
+    "step_kernel",
+    "replay_kernel",
+    "commit_kernel",
+    "conv_kernel",
+    "norm_kernel",
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_kernel_compiles(name: str) -> None:
+    with compiling(name) as kernels:
+        launch_everything()
+    assert {kernel.metadata.name for kernel in kernels} == KERNELS
+    for kernel in kernels:
+        assert kernel.metadata.shared <= TARGETS[name].shared, kernel.metadata.name
+        assert kernel.asm["hsaco" if name.startswith("gfx") else "cubin"]
+
+
+@pytest.mark.parametrize("name", ["sm_89", "gfx942"])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "dtype"), [(256, 256, torch.bfloat16), (256, 64, torch.float32), (64, 128, torch.float16)]
+)
+def test_every_head_size_fits_the_smallest_shared_memory(
+    name: str, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    call = calls.prefill([40], torch.bfloat16, key_dim=key_dim, value_dim=value_dim, dtype=dtype, gate="bounded")
+    with compiling(name) as kernels:
+        BACKEND.prefill(call)
+    assert max(kernel.metadata.shared for kernel in kernels) <= TARGETS[name].shared
+
+
+def test_a_new_length_or_batch_compiles_nothing() -> None:
+    with compiling("sm_90") as kernels:
+        BACKEND.prefill(calls.prefill([64]))
+        BACKEND.prefill(calls.prefill([4000]))  # long enough to be cut
+        BACKEND.decode(calls.decode(1))
+        BACKEND.conv(calls.conv([64, 64]))
+        warm = {id(kernel) for kernel in kernels}
+        for lens in ([1], [65, 3], [700], [16] * 7):
+            BACKEND.prefill(calls.prefill(lens))
+        for batch in (2, 3, 5, 17):
+            BACKEND.decode(calls.decode(batch))
+        BACKEND.conv(calls.conv([17, 64, 5]))
+    assert {id(kernel) for kernel in kernels} == warm
+
+
+def test_launches_a_call() -> None:
+    """At most three, five where sequences are cut."""
+    with compiling("sm_90") as kernels:
+        BACKEND.prefill(calls.prefill([40, 20]))
+        assert [kernel.metadata.name for kernel in kernels] == ["tiles_kernel", "prepare_kernel", "scan_kernel"]
+        kernels.clear()
+        with mock.patch.object(plan, "cut", return_value=CUT):
+            BACKEND.prefill(calls.prefill([40, 20]))
+        assert len(kernels) == 5
+
+
+def test_launcher_tells_apart_what_triton_specialises_on() -> None:
+    """A launcher must not reuse a kernel that was compiled for other strides, dtypes, alignment or constants."""
+    seen: list[tuple[object, ...]] = []
+
+    class Compiled:
+        function = packed_metadata = None
+
+        def run(self, *args: object) -> None:
+            seen.append(("reused",))
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> object:
+            def compile_and_launch(*args: object, **options: object) -> Compiled:
+                seen.append(("compiled",))
+                return Compiled()
+
+            return compile_and_launch
+
+    launcher = launch.Launcher(Kernel())
+    x = torch.zeros(64)
+
+    def key(data: torch.Tensor = x, strides: tuple[int, ...] = (16,), constants: tuple[int, ...] = (1,)) -> object:
+        before = len(launcher.compiled)
+        with (
+            mock.patch.object(launch, "is_gpu", return_value=True),
+            mock.patch.object(torch.cuda, "current_device", return_value=None),
+            mock.patch.object(launch, "current_stream", return_value=0),
+        ):
+            launcher((1, 1, 1), (data,), (), (), strides, constants, num_warps=1)
+        return len(launcher.compiled) - before
+
+    assert key() == 1
+    assert key() == 0
+    assert key(torch.ones(64)) == 0
+    assert key(x[1:]) == 1  # not aligned to 16 bytes
+    assert key(x.to(torch.bfloat16)) == 1
+    assert key(strides=(8,)) == 1
+    assert key(constants=(2,)) == 1
+    assert seen.count(("compiled",)) == 5
