@@ -56,6 +56,8 @@ def test_decode_touches_its_slots_only(
     [
         ([0, 1, 2], [1, 2, 0]),  # each reads what another one writes
         ([0, 0, 2], [3, 0, 4]),  # a fork of a slot that moves on
+        ([0, 1, 2], [1, 2, 3]),  # a shift by one, either way
+        ([1, 2, 3], [0, 1, 2]),
         ([0, 1, 2], [3, 4, 5]),
         ([0, 1, 2], [5, 3, 4]),
         ([2, 0, 1], [3, 4, 5]),

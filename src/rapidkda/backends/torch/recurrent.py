@@ -105,6 +105,8 @@ def _decode_rows(call: DecodeCall, rows: Rows, here: slice, real: Tensor, out: T
     plain = pool.dtype == out.dtype
     source = pools.view_rows(pool, read_slots, real) if plain else None
     target = pools.view_rows(pool, write_slots, real) if plain else None
+    if source is not None and target is not None and _overlap_apart(source, target):
+        source = None  # a shift within the pool: the rows are read before any is written
     if source is None:
         state = pools.read_rows(pool, read_slots, real).to(out.dtype)
         after = state if target is None else target
@@ -114,6 +116,11 @@ def _decode_rows(call: DecodeCall, rows: Rows, here: slice, real: Tensor, out: T
     out[:], _ = step(state, rows, call.state_v_first, after)
     if target is None:
         pools.write_rows(pool, write_slots, after, real)
+
+
+def _overlap_apart(source: Tensor, target: Tensor) -> bool:
+    """Whether two dense views of one pool, of one size, share some of their memory but not all."""
+    return 0 < abs(source.storage_offset() - target.storage_offset()) < source.numel()
 
 
 def _apart(call: DecodeCall, real: Tensor) -> bool:
