@@ -1,4 +1,4 @@
-"""`rapidkda demo`: the main job on real text, a small GLM-5.3-Flash type model with and without rapidkda."""
+"""`rapidkda demo`: the main job on real text, a small GLM-5.3-Flash type model in transformers and in the engine."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from ..backends.base import Request
 from ..device import Device
-from ..dispatch import Choice, resolve
-from ..problem import Op
+from ..dispatch import Choice
+from ..engine import Engine, EngineConfig, SamplingParams
+from ..serving import BackendWish
 from .console import UserError, backend_option, console, needs, readable
 
 TEXT = Path(__file__).parent.parent / "data" / "us-constitution.txt"
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # largest logit difference, relative to the largest logit
 WARM_UP = 64  # tokens
-OPS: tuple[Op, ...] = ("prefill", "decode", "conv", "norm")  # what the model asks for
 
 
 @dataclass
 class Pass:
-    """One run over the text: seconds, the logits of every position [T + N, vocabulary], the tokens that follow."""
+    """One run over the text: tokens that followed, the logits of each [N, vocabulary], seconds to the first and on."""
 
+    generated: list[int]
+    logits: Tensor
     prefill_seconds: float
     decode_seconds: float
-    logits: Tensor
-    generated: list[int]
 
 
 def demo(
@@ -46,11 +45,11 @@ def demo(
     ] = TEXT,
     tokens: Annotated[int, typer.Option(min=1, help="Bytes of the text to prefill.")] = 2048,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of one prefill chunk.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode greedily after the text.")] = 48,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate greedily after the text.")] = 48,
     backend: Annotated[str, typer.Option(help="Backend of prefill and decode, or auto.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the model's weights.")] = 0,
 ) -> None:
-    """Run a text through a small GLM-5.3-Flash type model, untouched and with rapidkda, and compare the two.
+    """Run a text through a small GLM-5.3-Flash type model, in transformers and in rapidkda's engine, and compare.
 
     The model has the released model's layers (KDA, sparse attention, mixture of experts) in small, with seeded random
     weights, so what it writes has no meaning; that both runs agree has. Exit code 1 when they do not.
@@ -62,26 +61,23 @@ def demo(
     if not prompt:
         raise UserError(f"--text must not be empty, got {text}")
     needs("transformers", "transformers")
-    from ..integrations.transformers import accelerate
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for op in OPS:  # before the long run: a backend asked for by name must be able to do it all
-        resolve(Request(op, Device.of(device), dtype), name, "--backend")
     out = console()
+    model = _model(seed, len(prompt) + new_tokens).to(device, dtype)
+    engine = _engine(model, chunk, name)  # before the long run: a backend asked for by name must be able to do it all
     out.print(f"{len(prompt)} bytes of {text.name} in chunks of {chunk}, then {new_tokens} tokens; {Device.of(device)}")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    out.print(f"model: {parameters / 1e6:.1f} M parameters, {str(dtype)[6:]}, 3 KDA layers to 1 of attention")
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=out
     ) as progress:
-        model = _model(seed, len(prompt) + new_tokens).to(device, dtype)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        out.print(f"model: {parameters / 1e6:.1f} M parameters, {str(dtype)[6:]}, 3 KDA layers to 1 of attention")
-        plain = _timed_pass(model, prompt, chunk, new_tokens, progress, "untouched model")
-        report = accelerate(model, backend=name, decode_backend=name)
-        fast = _timed_pass(model, prompt, chunk, new_tokens, progress, "with rapidkda")
-    _explain(partial(out.print, markup=False), report.prefill, report.decode)
-    out.print(_table(plain, fast, len(prompt), new_tokens))
-    difference, same = _compare(plain, fast, len(prompt))
+        plain = _timed_pass(partial(_run_model, model, chunk), prompt, new_tokens, progress, "transformers")
+        fast = _timed_pass(partial(_run_engine, engine), prompt, new_tokens, progress, "rapidkda engine")
+    choices = engine.model.first_layer.choices
+    _explain(partial(out.print, markup=False), choices["prefill"], choices["decode"])
+    out.print(_table(plain, fast, len(prompt)))
+    difference, same = _compare(plain, fast)
     limit = LIMIT[dtype]
     verdict = "within" if difference <= limit else "ABOVE"
     out.print(f"largest logit difference: {difference:.1e} of the largest logit, {verdict} the limit of {limit:.0e}")
@@ -102,35 +98,62 @@ def _model(seed: int, context: int) -> Any:
     )
 
 
-def _timed_pass(model: Any, prompt: list[int], chunk: int, new_tokens: int, progress: Progress, name: str) -> Pass:
+def _engine(model: Any, chunk: int, backend: str) -> Engine:
+    """One request at a time. The engine shares the model's weights, and the model stays as it is."""
+    config = EngineConfig(
+        max_num_batched_tokens=chunk + 1,
+        max_num_seqs=1,
+        prefill_chunk=chunk,
+        backends=BackendWish(prefill=backend, decode=backend),
+    )
+    return Engine(model, config)
+
+
+Run = Callable[[list[int], int, Callable[[int], None]], Pass]
+
+
+def _timed_pass(run: Run, prompt: list[int], new_tokens: int, progress: Progress, name: str) -> Pass:
     """Prefill in chunks, then greedy decode, after a short warm-up."""
-    _run(model, prompt[:WARM_UP], WARM_UP // 2, 2, lambda step: None)
+    run(prompt[:WARM_UP], 2, lambda done: None)
     task = progress.add_task(name, total=len(prompt) + new_tokens)
-    return _run(model, prompt, chunk, new_tokens, lambda step: progress.advance(task, step))
+    return run(prompt, new_tokens, lambda done: progress.update(task, completed=done))
 
 
 @torch.inference_mode()
-def _run(model: Any, prompt: list[int], chunk: int, new_tokens: int, advance: Callable[[int], None]) -> Pass:
-    ids = torch.tensor([prompt], device=model.device)
+def _run_model(model: Any, chunk: int, prompt: list[int], new_tokens: int, show: Callable[[int], None]) -> Pass:
+    """The model's own forward pass and cache."""
     keyword = _cache_keyword(model)
+    generated: list[int] = []
     cache, logits = None, []
-    start = _now(model.device)
-    for piece in ids.split(chunk, dim=1):
+    start = first = _now(model.device)
+    pieces = list(torch.tensor([prompt], device=model.device).split(chunk, dim=1))
+    done = 0
+    while len(generated) < new_tokens:
+        piece = pieces.pop(0) if pieces else torch.tensor([generated[-1:]], device=model.device)
         result = model(input_ids=piece, use_cache=True, **{keyword: cache})
         cache = result[keyword]
-        logits.append(result.logits[0])
-        advance(piece.shape[1])
-    middle = _now(model.device)
-    generated: list[int] = []
-    for _ in range(new_tokens):
-        token = logits[-1][-1:].argmax(-1, keepdim=True)
-        generated.append(int(token))
-        result = model(input_ids=token, use_cache=True, **{keyword: cache})
-        cache = result[keyword]
-        logits.append(result.logits[0])
-        advance(1)
+        done += piece.shape[1]
+        if not pieces:
+            logits.append(result.logits[0, -1])
+            generated.append(int(logits[-1].argmax()))
+            if len(generated) == 1:
+                first = _now(model.device)
+        show(done)
     end = _now(model.device)
-    return Pass(middle - start, end - middle, torch.cat(logits).float().cpu(), generated)
+    return Pass(generated, torch.stack(logits).float().cpu(), first - start, end - first)
+
+
+def _run_engine(engine: Engine, prompt: list[int], new_tokens: int, show: Callable[[int], None]) -> Pass:
+    name = engine.add_request(prompt, SamplingParams(max_new_tokens=new_tokens, keep_logits=True))
+    while engine.unfinished:
+        show(engine.computed_tokens(name))
+        engine.step()
+    show(len(prompt) + new_tokens)
+    result = engine.take_result(name)
+    stats = result.stats
+    if result.logits is None or stats.ttft is None or stats.finished is None or stats.first_token is None:
+        raise RuntimeError(f"the engine ended the text by {result.finish_reason}: {result.error}")
+    return Pass(list(result.tokens), result.logits, stats.ttft, stats.finished - stats.first_token)
 
 
 def _cache_keyword(model: Any) -> str:
@@ -144,12 +167,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _compare(plain: Pass, fast: Pass, prompt: int) -> tuple[float, int]:
+def _compare(plain: Pass, fast: Pass) -> tuple[float, int]:
     """Largest logit difference over the largest logit, as long as both read the same tokens, and for how many."""
     pairs = zip(plain.generated, fast.generated, strict=True)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(plain.generated))
-    rows = prompt + same
-    want, got = plain.logits[:rows], fast.logits[:rows]
+    want, got = plain.logits[: same + 1], fast.logits[: same + 1]
     if not bool(torch.isfinite(got).all()):
         return float("inf"), same
     return float((got - want).abs().max() / want.abs().max()), same
@@ -162,12 +184,13 @@ def _explain(show: Callable[[str], None], prefill: Choice, decode: Choice) -> No
         show(f"  passed over: {name}: {'; '.join(reasons)}")
 
 
-def _table(plain: Pass, fast: Pass, prompt: int, new_tokens: int) -> Table:
+def _table(plain: Pass, fast: Pass, prompt: int) -> Table:
     table = Table()
     for column in ("", "prefill tokens/s", "decode tokens/s"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, one in (("untouched transformers", plain), ("with rapidkda", fast)):
-        table.add_row(name, f"{prompt / one.prefill_seconds:,.0f}", f"{new_tokens / one.decode_seconds:,.1f}")
+    steps = len(plain.generated) - 1  # the prefill gives the first token
+    for name, one in (("untouched transformers", plain), ("rapidkda engine", fast)):
+        table.add_row(name, f"{prompt / one.prefill_seconds:,.0f}", f"{steps / one.decode_seconds:,.1f}")
     ratios = plain.prefill_seconds / fast.prefill_seconds, plain.decode_seconds / fast.decode_seconds
     table.add_row("ratio", *(f"{ratio:.1f}x" for ratio in ratios))
     return table
