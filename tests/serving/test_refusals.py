@@ -150,6 +150,17 @@ REFUSED: dict[str, tuple[Build, type[Exception], str]] = {
         ValueError,
         "read_slot of request 'b'.*written",
     ),
+    "checkpoint into a request's slot that rests": (
+        lambda d: of("b", "prefill", 32, checkpoints=((16, slot_of(d, "a")),))(d),
+        ValueError,
+        "checkpoints of request 'b'.*belongs to request 'a'",
+    ),
+    "reading a free slot": (of("b", "prefill", 2, read_slot=39), ValueError, "read_slot of request 'b'.*39.*free"),
+    "reading a state whose drafts are open": (
+        lambda d: of("b", "prefill", 2, read_slot=slot_of(d, "a"))(d),
+        ValueError,
+        "read_slot of request 'b'.*drafts are open",
+    ),
     "reading a slot past the pool": (of("b", read_slot=77), ValueError, "read_slot of request 'b'"),
     "verification from another slot": (
         lambda d: of("b", "verify", 2, read_slot=slot_of(d, "cp"))(d),
@@ -176,8 +187,9 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(case: str, roll
     driver = two_requests(rollback)
     records = build(driver)
     before = driver.snapshot()
-    with pytest.raises(error, match=message):
-        driver.batch.fill(records)
+    for given in (records, iter(records)):
+        with pytest.raises(error, match=message):
+            driver.batch.fill(given)  # type: ignore[arg-type]
     assert not changed_slots(driver.pool, before)
     assert driver.pool.slots is not None
     assert driver.pool.slots.open_drafts("a") == 4

@@ -208,6 +208,15 @@ def test_a_state_with_a_missing_part_is_refused(part: str) -> None:
     assert not changed_slots(driver.pool, before)
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_open_drafts_are_not_lost_on_the_way_out(wrong: int) -> None:
+    driver = Driver()
+    driver.prefill("a", driver.hidden(9))
+    driver.step(StepRequest("a", "verify", 2, driver.slots("a")), inputs={"a": driver.hidden(2)})
+    with pytest.raises(ValueError, match=rf"open_drafts.*2 tokens that are open for 'a', got {wrong}"):
+        export_state(driver.pool, driver.slots("a"), wrong)
+
+
 def test_a_state_goes_only_where_it_fits() -> None:
     driver = Driver()
     driver.prefill("a", driver.hidden(9))

@@ -6,6 +6,7 @@ and leaves one table a kind. All tables live in one persistent device buffer tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -81,6 +82,8 @@ class StepBatch:
         step = plan.build(requests, self.pool, self.limits, self.limits.max_tokens if self.fixed else num_tokens)
         self._stage(step)
         if self.pool.slots is not None:
+            for row in itertools.chain.from_iterable(step.rows.values()):
+                self.pool.slots.set_run(row.request_id)
             for request in step.settled:
                 self.pool.slots.set_open(request, 0)
             for request, count in step.opened.items():

@@ -101,6 +101,7 @@ def build(requests: Sequence[StepRequest], pool: StatePool, limits: StepLimits, 
     Raises ValueError (TypeError for a wrong type) naming the request, the argument, what it got and what it takes.
     """
     step = Plan()
+    requests = tuple(requests)  # gone through more than once
     end = 0
     seen: set[Hashable] = set()
     for request in requests:
@@ -277,6 +278,13 @@ def _check_reads(step: Plan, request: StepRequest, pool: StatePool) -> None:
             "not be written in the same step",
             f"{request.read_slot}, which belongs to {step.writers[request.read_slot]!r}",
         )
+    if pool.slots is not None:
+        owner = pool.slots.owner_of(request.read_slot)
+        if owner is None:
+            raise _error(request, "read_slot", "be allocated", f"slot {request.read_slot}, which is free")
+        if pool.slots.open_drafts(owner):
+            held = f"slot {request.read_slot} of {owner!r}, whose drafts are open"
+            raise _error(request, "read_slot", "hold a settled state", held)
 
 
 def _check_checkpoints(step: Plan, request: StepRequest, pool: StatePool) -> None:
@@ -299,8 +307,13 @@ def _check_checkpoints(step: Plan, request: StepRequest, pool: StatePool) -> Non
                 "not name a slot that is written in this step",
                 f"slot {slot}, which belongs to {step.writers[slot]!r}",
             )
-        if pool.slots is not None and pool.slots.owner_of(slot) is None:
-            raise _error(request, "checkpoints", "name allocated slots", f"slot {slot}, which is free")
+        if pool.slots is not None:
+            owner = pool.slots.owner_of(slot)
+            if owner is None:
+                raise _error(request, "checkpoints", "name allocated slots", f"slot {slot}, which is free")
+            if owner != request.request_id and pool.slots.has_run(owner):
+                held = f"slot {slot}, which belongs to request {owner!r}"
+                raise _error(request, "checkpoints", "leave the states of other requests alone", held)
         step.writers[slot] = request.request_id
 
 

@@ -36,6 +36,7 @@ class SlotTable:
         self._owned: dict[Hashable, tuple[int, ...]] = {}
         self._owner: dict[int, Hashable] = {}
         self._open: dict[Hashable, int] = {}
+        self._ran: set[Hashable] = set()
 
     @property
     def available(self) -> int:
@@ -74,6 +75,7 @@ class SlotTable:
         for slot in slots:
             del self._owner[slot]
         self._open.pop(owner, None)
+        self._ran.discard(owner)
         self._free.extend(reversed(slots))
         return slots
 
@@ -86,6 +88,14 @@ class SlotTable:
     def owner_of(self, slot: int) -> Hashable | None:
         """Who holds a slot, or None."""
         return self._owner.get(slot)
+
+    def has_run(self, owner: Hashable) -> bool:
+        """Whether `owner` has been a request of a step since it holds its slots: checkpoints never are."""
+        return owner in self._ran
+
+    def set_run(self, request_id: Hashable) -> None:
+        """Record that a request is in a step."""
+        self._ran.add(request_id)
 
     def open_drafts(self, request_id: Hashable) -> int:
         """Tokens of the request's last verify step whose acceptance is not known yet; 0 if it is settled."""

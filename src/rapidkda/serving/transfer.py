@@ -42,8 +42,14 @@ def export_state(pool: StatePool, slots: Sequence[int], open_drafts: int = 0) ->
     Args:
         slots: the request's slots.
         open_drafts: tokens of its last verify step that are still open (`SlotTable.open_drafts`).
+
+    Raises ValueError where `open_drafts` is not what the pool's slot table says.
     """
     _check_slots(pool, slots, open_drafts)
+    owner = None if pool.slots is None else pool.slots.owner_of(slots[0])
+    if pool.slots is not None and owner is not None and open_drafts != pool.slots.open_drafts(owner):
+        known = pool.slots.open_drafts(owner)
+        raise ValueError(f"open_drafts must be the {known} tokens that are open for {owner!r}, got {open_drafts}")
     return ExportedState(
         tuple(_read(state, pool.shape, slots, open_drafts) for state in pool.layers), open_drafts, pool.shape
     )
