@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rapidkda.engine import Engine, EngineConfig, PromptLookup, Request, SamplingParams
+from rapidkda.testing.models import build_glm5_next, build_kimi_linear
 
 from .support import Knowing, Prompt, greedy_margins, plain, random_prompts, run
 
@@ -113,11 +114,9 @@ def logits_of(engine: Engine, prompts: Sequence[Prompt], new_tokens: int) -> dic
     return {result.prompt: result.logits for result in results if result.logits is not None}
 
 
-@pytest.mark.parametrize(("family", "count"), [("kimi_linear", 10), ("glm5_next", 4)])
-def test_batch_invariant_mode_gives_the_same_bits_alone_in_a_batch_and_with_drafts(
-    models: dict[str, Any], family: str, count: int
-) -> None:
-    model = models[family]
+@pytest.mark.parametrize(("build", "count"), [(build_kimi_linear, 10), (build_glm5_next, 4)])
+def test_batch_invariant_mode_gives_the_same_bits_alone_in_a_batch_and_with_drafts(build: Any, count: int) -> None:
+    model = build(0, hidden_size=32, head_dim=16, experts=4)  # routing may tip either way where it is close
     prompts = random_prompts(count, seed=7, longest=60, shortest=1)
     limits: dict[str, Any] = {
         "max_num_batched_tokens": 48,
@@ -135,13 +134,3 @@ def test_batch_invariant_mode_gives_the_same_bits_alone_in_a_batch_and_with_draf
     for prompt in prompts:
         assert torch.equal(together[prompt], alone[prompt])
         assert torch.equal(drafted[prompt], alone[prompt])
-
-
-def test_the_default_mode_rounds_by_the_batch(kimi: Any) -> None:
-    """The premise of the mode: without it, bits differ (and the comparison above can fail)."""
-    prompts = random_prompts(10, seed=7, longest=60, shortest=20)
-    config = EngineConfig(max_num_batched_tokens=48, max_num_seqs=5, prefill_chunk=20)
-    together = logits_of(Engine(kimi, config), prompts, 5)
-    alone = logits_of(Engine(kimi, config), prompts[:1], 5)[prompts[0]]
-    assert not torch.equal(together[prompts[0]], alone)
-    assert torch.allclose(together[prompts[0]], alone, atol=1e-5)
