@@ -11,6 +11,7 @@ import pytest
 
 import rapidkda
 from bad_arguments import CALLS, GOOD, BadCall, problem_with
+from rapidkda import Segments
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
@@ -30,6 +31,16 @@ def test_there_are_enough_distinct_calls() -> None:
     operators = {function for function, _ in GOOD.values()}
     public = {getattr(rapidkda, name) for name in rapidkda.__all__ if not isinstance(getattr(rapidkda, name), type)}
     assert operators == public, "an operator has no bad calls"
+
+
+def test_a_segment_table_bounds_its_own_lengths() -> None:
+    """What the host is told of a table must be that table: its maximum sizes launches and outputs."""
+    packed = Segments.from_lengths([3, 2])
+    assert packed.host is not None
+    with pytest.raises(ValueError, match=r"segments\.max_length must bound every length, 3 too, got 2"):
+        Segments(packed.first_token, packed.length, 2, packed.host)
+    with pytest.raises(ValueError, match=r"segments\.host .* 2 segments"):
+        Segments(packed.first_token, packed.length, 3, Segments.from_lengths([3]).host)
 
 
 def test_checks_hold_without_asserts() -> None:

@@ -47,7 +47,16 @@ class Segments:
         checks.integer("segments.max_length", self.max_length, 0)
         if self.host is not None:
             first, length = self.host
+            if first.shape != length.shape or len(length) != self.count:
+                raise ValueError(
+                    f"segments.host must hold the first token and the length of {self.count} segments, "
+                    f"got shapes {list(first.shape)} and {list(length.shape)}"
+                )
             check_values("segments", first, length)
+            if length.max(initial=0) > self.max_length:
+                raise ValueError(
+                    f"segments.max_length must bound every length, {length.max()} too, got {self.max_length}"
+                )
             object.__setattr__(self, "extent", int((first + length).max(initial=0)))
             object.__setattr__(self, "total", int(length.sum()))
 

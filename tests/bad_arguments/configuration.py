@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rapidkda import Segments
+from rapidkda import Checkpoints, Segments
 
 from .registry import CALLS, GOOD, KDA, WHOLE, BadCall, T, bad, bad_set
 
@@ -22,6 +22,7 @@ bad_set("resolve", "two_sources_disagree", "engine flag", {"backend": "torch", "
 bad("prefill", "slots", "outside_the_pool", torch.tensor([3, 9]), debug=True)
 bad("prefill decode causal_conv", "slots", "twice", torch.tensor([3, 3]), debug=True)
 bad("prefill decode causal_conv", "read_slots", "negative", torch.tensor([3, -7]), debug=True)
+bad("prefill decode causal_conv", "read_slots", "written_by_another_row", torch.tensor([1, 2]), debug=True)
 bad("verify commit", "accepted", "too_many", torch.tensor([1, 4]), debug=True)
 bad("verify commit", "accepted", "negative", torch.tensor([-1, 1]), debug=True)
 bad("causal_conv", "accepted", "too_many", torch.tensor([1, 3]), debug=True)
@@ -34,6 +35,19 @@ for what, table in {
     first, length = (torch.tensor(x, dtype=torch.int32) for x in table)
     bad("prefill causal_conv", "segments", f"{what}_on_the_device", Segments(first, length, T), debug=True)
 bad("prefill", "segments", "max_length_too_small", lambda s: Segments(s.first_token, s.length, 3), debug=True)
+for what, columns in {
+    "unaligned": ([0, 1, 1], [17], [2]),
+    "past_the_segment": ([0, 0, 1], [16], [2]),
+    "at_the_start": ([0, 1, 1], [0], [2]),
+    "slot_outside": ([0, 1, 1], [16], [4]),
+    "slot_negative": ([0, 1, 1], [16], [-1]),
+    "begin_decreasing": ([0, 1, 0], [16], [2]),
+    "begin_past_the_end": ([0, 1, 2], [16], [2]),
+}.items():
+    begin, offset, slot = (torch.tensor(x, dtype=torch.int32) for x in columns)
+    bad("prefill", "checkpoints", f"{what}_on_the_device", Checkpoints(begin, offset, slot), debug=True)
+bad("prefill", "checkpoints", "host_values_of_another_step",
+    lambda c: Checkpoints(c.begin, c.offset, c.slot, Checkpoints.build([(0, 16, 3)], 2).host), debug=True)  # fmt: skip
 bad("prefill", "segments", "host_values_of_another_step",
     lambda s: Segments(s.first_token, s.length, 20, Segments.from_lengths([19, 5]).host), debug=True)  # fmt: skip
 ACTIVATED = {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": None}

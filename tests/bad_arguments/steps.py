@@ -57,6 +57,8 @@ for op in (*KDA.split(), "causal_conv", "gated_rms_norm"):
     bad(op, "out", "strided_last", every_second)
 CALLS.append(BadCall("prefill-out-is-an-input", "prefill",
                      lambda a: a | {"v": a["v"], "out": a["v"]}, ValueError, "out", False))  # fmt: skip
+CALLS.append(BadCall("decode-out-is-beta", "decode",
+                     lambda a: a | {"beta": a["out"][:, :, 0]}, ValueError, "out", False))  # fmt: skip
 CALLS.append(BadCall("causal_conv-out-is-x", "causal_conv", lambda a: a | {"out": a["x"]}, ValueError, "out", False))
 CALLS.append(
     BadCall("gated_rms_norm-out-is-z", "gated_rms_norm", lambda a: a | {"out": a["z"]}, ValueError, "out", False)
@@ -66,6 +68,13 @@ bad("prefill", "checkpoints", "a_list", [(0, 16, 2)], TypeError)
 bad("prefill", "checkpoints", "another_batch", Checkpoints.build([(0, 16, 2)], 3))
 bad("prefill", "checkpoints", "unaligned", Checkpoints.build([(0, 17, 2)], 2))
 bad("prefill", "checkpoints", "past_the_segment", Checkpoints.build([(1, 16, 2)], 2))
+bad("prefill", "checkpoints", "offsets_one_short", lambda c: Checkpoints(c.begin, c.offset[:0], c.slot),
+    named="checkpoints.offset")  # fmt: skip
+bad("prefill", "checkpoints", "offsets_of_two_dimensions", lambda c: Checkpoints(c.begin, c.offset[None], c.slot[None]),
+    named="checkpoints.slot")  # fmt: skip
+bad("prefill", "checkpoints", "host_of_another_table",
+    lambda c: Checkpoints(c.begin, c.offset, c.slot, Checkpoints.build([(0, 16, 2), (0, 16, 3)], 2).host),
+    named="checkpoints.begin")  # fmt: skip
 bad("prefill", "checkpoints", "slot_outside", Checkpoints.build([(0, 16, 4)], 2))
 bad("prefill", "checkpoints", "none_with_a_pool", None, named="checkpoint_pool")
 bad("prefill", "checkpoint_pool", "none", None)
@@ -89,3 +98,7 @@ for op in ("replay", "commit"):
     bad(op, "records", "strided_inside", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
 bad("commit", "records", "none", None, TypeError)
 bad("commit", "state", "half", lambda x: x.half(), TypeError)
+
+for op in (*KDA.split(), "chunk_kda", "fused_recurrent_kda"):
+    bad_set(op, "bound_of_a_gate_that_is_off", "lower_bound",
+            {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "lower_bound": "-5"}, TypeError)  # fmt: skip

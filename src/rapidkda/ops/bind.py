@@ -85,6 +85,8 @@ def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
                 raise ValueError(f"{name} must be None unless use_gate_in_kernel is True, got a value")
+        if lower_bound is not None:  # how g was made: nothing here depends on it
+            checks.finite("lower_bound", lower_bound)
         return Gate("log_decay")
     if lower_bound is not None:
         lower_bound = checks.finite("lower_bound", lower_bound)
@@ -233,6 +235,16 @@ def slot_values(name: str, value: Tensor, rows: int, pad_slot: int, written: boo
         raise ValueError(f"{name} must not name a slot twice, got {real.tolist()}")
 
 
+def read_before_write(read: Tensor, write: Tensor, pad_slot: int) -> None:
+    """Debug mode only: no row reads a slot that another row writes, since rows run in any order."""
+    if not env.check_device_values():
+        return
+    writers = {slot: n for n, slot in enumerate(write.tolist()) if slot != pad_slot}
+    for n, slot in enumerate(read.tolist()):
+        if writers.get(slot, n) != n:
+            raise ValueError(f"read_slots must not name a slot that another row writes, got {slot} in row {n}")
+
+
 def flags(name: str, value: object, count: int, device: torch.device) -> Tensor | None:
     """Check an optional per-segment flag tensor (has_initial_state)."""
     if value is None:
@@ -294,21 +306,49 @@ def checkpoints(
     if target is None:
         raise ValueError("checkpoint_pool must be given with checkpoints, got None")
     checks.shape("checkpoints.begin", value.begin, (segments.count + 1,), "[N+1]")
+    checks.shape("checkpoints.slot", value.slot, (None,), "[M]")
+    checks.shape("checkpoints.offset", value.offset, tuple(value.slot.shape), "[M] like slot")
     for name in ("begin", "offset", "slot"):
         checks.dtype(f"checkpoints.{name}", getattr(value, name), (torch.int32,))
         checks.same_device(f"checkpoints.{name}", getattr(value, name), device)
+    lengths = None if segments.host is None else segments.host[1]
     if value.host is not None:
-        begin, offset, slot = value.host
-        if (offset % alignment).any():
-            raise ValueError(f"checkpoints must have offsets that are multiples of {alignment}, got {offset.tolist()}")
-        if len(slot) and slot.max() >= target.shape[0]:
-            raise ValueError(f"checkpoints must name slots below {target.shape[0]}, got {slot.tolist()}")
-        if segments.host is not None and (offset > np.repeat(segments.host[1], np.diff(begin))).any():
-            raise ValueError(
-                f"checkpoints must have offsets within their segments (lengths {segments.host[1].tolist()}), "
-                f"got {offset.tolist()}"
-            )
+        checkpoint_values(*value.host, lengths, value.slot.shape[0], target.shape[0], alignment)
+    if env.check_device_values():
+        begin, offset, slot = (t.cpu().numpy().astype(np.int64) for t in (value.begin, value.offset, value.slot))
+        used = slice(0, max(0, int(begin[-1])))
+        lengths = segments.length.cpu().numpy().astype(np.int64)
+        checkpoint_values(begin, offset[used], slot[used], lengths, len(slot), target.shape[0], alignment)
+        if value.host is not None and not all(map(np.array_equal, value.host, (begin, offset[used], slot[used]))):
+            raise ValueError("checkpoints.host must equal the values on the device, got other values")
     return value
+
+
+def checkpoint_values(
+    begin: np.ndarray,
+    offset: np.ndarray,
+    slot: np.ndarray,
+    lengths: np.ndarray | None,
+    most: int,
+    rows: int,
+    alignment: int,
+) -> None:
+    """Check the values of a checkpoint table: of at most `most` entries, into a pool of so many rows."""
+    if begin[0] != 0 or (np.diff(begin) < 0).any() or not len(offset) == len(slot) == begin[-1] <= most:
+        raise ValueError(
+            f"checkpoints.begin must start at 0, never decrease and end at the number of checkpoints, got "
+            f"{begin.tolist()} for {len(offset)} offsets and {len(slot)} slots"
+        )
+    if (offset % alignment).any() or (offset <= 0).any():
+        raise ValueError(f"checkpoints must have offsets that are multiples of {alignment}, got {offset.tolist()}")
+    if len(slot) and (slot.min() < 0 or slot.max() >= rows):
+        raise ValueError(f"checkpoints must name slots below {rows}, got {slot.tolist()}")
+    if len(np.unique(slot)) != len(slot):
+        raise ValueError(f"checkpoints must not share a slot, got slots {slot.tolist()}")
+    if lengths is not None and (offset > np.repeat(lengths, np.diff(begin))).any():
+        raise ValueError(
+            f"checkpoints must have offsets within their segments (lengths {lengths.tolist()}), got {offset.tolist()}"
+        )
 
 
 def workspace(value: object, needed: int, device: torch.device) -> Tensor | None:

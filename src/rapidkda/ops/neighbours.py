@@ -97,6 +97,7 @@ def causal_conv(
         if read_slots is not None:
             bind.slots("read_slots", read_slots, (segments.count,), "[N]", x.device)
             bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+            bind.read_before_write(read_slots, slots, pad_slot)
         has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
         most = state.shape[1 if channels_last else 2] - width + 2
         if accepted is not None:

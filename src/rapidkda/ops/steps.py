@@ -59,7 +59,8 @@ def prefill(
             None: every segment starts from zero and no state is kept.
         slots: int32 or int64 [N], any stride; row of the pool of each segment. `pad_slot`, or a row outside the pool,
             marks padding: no state is touched, the segment's output rows are zero. No two segments may share a slot.
-        read_slots: where to start from when it differs from `slots`.
+        read_slots: where to start from when it differs from `slots`. Segments may share one, but none may read a slot
+            that another one writes in the same call.
         has_initial_state: bool [N]; default all true.
         out: [T, HV, V], dtype of v; default newly allocated, with zeros in rows that no segment covers.
         checkpoints, checkpoint_pool: states to export at token offsets (multiples of 16) while the segment runs.
@@ -100,12 +101,13 @@ def prefill(
         if read_slots is not None:
             bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
             bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+            bind.read_before_write(read_slots, slots, pad_slot)
         has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
     if checkpoint_pool is not None:
         bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
     checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
     bind.gate_values(tokens, segments)
-    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
+    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta))
     chosen = choose("prefill", tokens, state, backend, checkpoints is not None)
     workspace = bind.workspace(workspace, workspace_needed(chosen, "prefill", tokens, segments), device)
     chosen.prefill(
@@ -185,8 +187,9 @@ def decode(
     if read_slots is not None:
         bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
         bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+        bind.read_before_write(read_slots, slots, pad_slot)
     bind.gate_values(tokens, segments)
-    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
+    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta))
     choose("decode", tokens, state, backend).decode(
         DecodeCall(
             tokens=tokens,
@@ -276,7 +279,7 @@ def verify(
     bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
     bind.accepted(accepted, segments.count, most, device)
     bind.gate_values(tokens, segments)
-    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g))
+    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta))
     choose("verify", tokens, state, backend).verify(
         VerifyCall(
             tokens=tokens,
