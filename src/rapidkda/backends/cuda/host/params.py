@@ -72,7 +72,7 @@ class Params(NamedTuple):
     scale: float
     beta_scale: float
     lower_bound: float
-    checkpoints: int
+    reserved: int = 0
 
 
 _LAYOUT = struct.Struct("<512s17Q10q9iI3fi128s")
