@@ -122,7 +122,7 @@ def test_drafts_are_those_of_the_whole_text_whatever_was_accepted_before(model: 
     compared = {0: 0, 1: 0, 2: 0, 3: 0}
     for text, drafts in checked.seen:
         want, margin = reference.drafts(text, len(drafts))
-        if margin > 1e-4:
+        if margin > 1e-3:  # wider than rounding
             assert drafts == want
             compared[len(drafts)] += 1
     assert compared[3] > 10

@@ -16,7 +16,7 @@ from .support import Knowing, Prompt, assert_empty, greedy_margins, plain, rando
 
 REQUESTS = 64
 NAN_TOKEN = 255
-DECIDED = 1e-4  # see test_speculation
+DECIDED = 1e-3  # see test_speculation
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def crowd(models: dict[str, Any]) -> dict[str, dict[Prompt, tuple[int, ...]]]:
     """For each family, 64 prompts of mixed lengths, each run alone, with outputs of mixed lengths."""
     found = {}
     for name, model in models.items():
-        prompts = random_prompts(REQUESTS + 16, seed=11, longest=50)
+        prompts = random_prompts(REQUESTS + 32, seed=11, longest=50)
         judged = greedy_margins(model, plain(model, prompts, 12))
         decided = [prompt for prompt in prompts if judged[prompt][1] > DECIDED][:REQUESTS]
         assert len(decided) == REQUESTS
@@ -83,9 +83,11 @@ def test_cancelling_half_midway_leaks_nothing_and_changes_nothing(
     stages: set[str] = set()
     while engine.unfinished:
         engine.step()
-        for _ in range(3):
+        for _ in range(1 if name == "little cache" else 3):  # few run there, and most would still be queued
             if left:
-                victim = left.pop(rng.randrange(len(left)))
+                running = [one for one in left if one in engine._requests and engine._requests[one].slots]
+                victim = rng.choice(running if running and rng.random() < 0.5 else left)
+                left.remove(victim)
                 request = engine._requests.get(victim)
                 if request is not None:
                     stages.add("queued" if not request.slots else "decoding" if request.decoding else "prefilling")

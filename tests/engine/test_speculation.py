@@ -1,7 +1,7 @@
 """Speculation changes nothing but the speed.
 
-In float32 a token that is verified beside its drafts rounds differently from the same token decoded alone, by about
-1e-6 here. Where the two largest logits are closer than that, either is right. So the prompts are 200 random ones whose
+In float32 a token that is verified beside its drafts rounds differently from the same token decoded alone, by up to
+2e-5 here. Where the two largest logits are closer than that, either is right. So the prompts are 200 random ones whose
 every decision is wider than `DECIDED` by the logits of transformers; on them, no difference is accepted. The test in
 batch-invariant mode takes its prompts as they come and compares logits to the bit.
 """
@@ -22,7 +22,7 @@ from .support import Knowing, Prompt, greedy_margins, plain, random_prompts, run
 
 PROMPTS = 200
 NEW = 8
-DECIDED = 1e-4  # a hundred times the rounding
+DECIDED = 1e-3  # fifty times the rounding
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def truths(models: dict[str, Any]) -> dict[str, dict[Prompt, tuple[int, ...]]]:
     """For each family, 200 decided prompts and their plain greedy continuation, which transformers agrees with."""
     found: dict[str, dict[Prompt, tuple[int, ...]]] = {}
     for name, model in models.items():
-        outputs = plain(model, random_prompts(PROMPTS + 20, seed=1), NEW)
+        outputs = plain(model, random_prompts(PROMPTS + 40, seed=1), NEW)
         judged = greedy_margins(model, outputs)
         decided = [prompt for prompt, (_, margin) in judged.items() if margin > DECIDED][:PROMPTS]
         assert len(decided) == PROMPTS
