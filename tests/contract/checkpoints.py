@@ -105,10 +105,10 @@ def padding_exports_nothing(target: Target) -> None:
     states.unchanged([2])
 
 
-@case("B70")
-def intermediate_states_of_chunk_kda(target: Target) -> None:
-    """return_intermediate_states: the state at the start of every 64 tokens, per sequence."""
-    lens = [130, 0, 64, 70] if not target.interpreted else [20, 0, 9]
+@case("B70", chunk_size=(64, 32))
+def intermediate_states_of_chunk_kda(target: Target, chunk_size: int) -> None:
+    """return_intermediate_states: the state at the start of every chunk, per sequence, in the dtype of k."""
+    lens = [130, 0, 64, 70] if not target.interpreted else [20, 0, 34]
     inputs = activated(lens, dtype=target.dtype, device=target.device, seed=74)
     ends = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], device=target.device)
     initial = inputs.states.clone()
@@ -118,8 +118,9 @@ def intermediate_states_of_chunk_kda(target: Target) -> None:
         state_v_first=True,
         cu_seqlens=ends,
         return_intermediate_states=True,
+        chunk_size=chunk_size,
     )
-    want = [state_after(inputs, n, at) for n, length in enumerate(lens) for at in range(0, length, 64)]
-    got = states.flatten(0, 1)
-    limit = target.case_bar(torch.bfloat16).state
-    within("intermediate states", worst_state_error(got, torch.cat(want)), limit)
+    want = [state_after(inputs, n, at) for n, length in enumerate(lens) for at in range(0, length, chunk_size)]
+    assert states.dtype == inputs.k.dtype
+    limit = target.case_bar(torch.bfloat16 if target.dtype == torch.bfloat16 else torch.float32).state
+    within("intermediate states", worst_state_error(states.flatten(0, 1), torch.cat(want)), limit)

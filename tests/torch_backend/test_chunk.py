@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rapidkda import Segments, ops, reference
+from rapidkda import Segments, chunk_kda, ops, reference
 from rapidkda.backends.torch import TorchBackend, prefill
 from rapidkda.problem import Gate, Tokens
 from rapidkda.testing.accuracy import check_prefill
@@ -241,3 +241,17 @@ def test_blocks_cover_every_token_once() -> None:
             seen += block.token[block.valid].tolist()
             assert sum(block.alive) == len(block.member) == len(block.token)
     assert sorted(seen) == [*range(40), *range(50, 55), *range(60, 76), *range(80, 113)]
+
+
+@pytest.mark.parametrize("chunk_size", [32, 64])
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (0, 0), (1, 0), (2, 0), (1, 65), (2, 65), (2, 64)])
+def test_intermediate_states_have_one_row_a_chunk(batch: int, length: int, chunk_size: int) -> None:
+    x = [torch.zeros(batch, length, 2, 16) for _ in range(4)]
+    out, final, *states = chunk_kda(
+        *x, x[0][..., 0], output_final_state=True, return_intermediate_states=True, chunk_size=chunk_size,
+        backend="torch",
+    )  # fmt: skip
+    assert out.shape == x[2].shape
+    assert final is not None
+    assert final.shape == (batch, 2, 16, 16)
+    assert [s.shape for s in states] == [(batch, -(-length // chunk_size), 2, 16, 16)]

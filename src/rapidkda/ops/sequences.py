@@ -18,8 +18,6 @@ from ..segments import Checkpoints, Segments
 from . import bind
 from .choose import BackendLike, choose
 
-INTERMEDIATE_STATE_TOKENS = 64  # return_intermediate_states: one state at the start of every so many tokens
-
 
 def chunk_kda(
     q: Tensor,
@@ -71,8 +69,8 @@ def chunk_kda(
             with or without it.
         lower_bound: in [-5, 0).
         disable_recompute: accepted for compatibility; autograd keeps what it needs either way.
-        return_intermediate_states: also return the states at the start of every 64-token chunk,
-            [B, NT, HV, K, V] bfloat16 (V-first with `state_v_first`); inference only.
+        return_intermediate_states: also return the states at the start of every `chunk_size` tokens of each sequence,
+            [B, NT, HV, K, V] in the dtype of k (V-first with `state_v_first`); inference only.
         cu_seqlens: int32 or int64 [N + 1] on q's device: sequences packed along T, with B = 1. Its values are read
             once a call unless `cu_seqlens_cpu` is given.
         cu_seqlens_cpu: the same values on the host; no device-to-host copy happens then.
@@ -80,7 +78,7 @@ def chunk_kda(
         use_graph, max_num_seqs: accepted for compatibility; `max_num_seqs` must match `cu_seqlens` when given.
         A_log: [HV] or [1, 1, HV, 1]; optional with `lower_bound`.
         dt_bias: [HV, K] or [HV * K].
-        chunk_size: 32 or 64, the granularity that flash-linear-attention allows; backends choose their own.
+        chunk_size: 32 or 64, the tokens between intermediate states; backends choose their own chunks.
         transpose_state_layout: older name of `state_v_first`.
         backend: see the module's docstring.
 
@@ -112,7 +110,7 @@ def chunk_kda(
         tokens,
         initial_state,
         checks.boolean("output_final_state", output_final_state),
-        checks.boolean("return_intermediate_states", return_intermediate_states),
+        chunk_size if checks.boolean("return_intermediate_states", return_intermediate_states) else None,
         state_v_first,
         backend,
     )
@@ -162,7 +160,7 @@ def fused_recurrent_kda(
     keep_final = checks.boolean("output_final_state", output_final_state)
     if sequences.segments.max_length <= 1 and not _wants_grad(tokens, initial_state):
         return _one_token_sequences(sequences, tokens, initial_state, keep_final, state_v_first, backend)
-    out, final, *_ = _whole_sequences(sequences, tokens, initial_state, keep_final, False, state_v_first, backend)
+    out, final, *_ = _whole_sequences(sequences, tokens, initial_state, keep_final, None, state_v_first, backend)
     return out, final
 
 
@@ -207,7 +205,7 @@ def _whole_sequences(
     tokens: Tokens,
     initial: Tensor | None,
     keep_final: bool,
-    keep_intermediate: bool,
+    intermediate_tokens: int | None,
     state_v_first: bool,
     backend: BackendLike,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
@@ -215,7 +213,7 @@ def _whole_sequences(
     bind.gate_values(tokens, segments)
     initial = _initial_state(initial, tokens, segments, state_v_first)
     if _wants_grad(tokens, initial):
-        if keep_intermediate:
+        if intermediate_tokens is not None:
             raise ValueError("return_intermediate_states must be False where gradients are needed, got True")
         chosen = choose("prefill", tokens, initial, backend, requires_grad=True)
         if not isinstance(chosen, DifferentiableBackend):
@@ -225,8 +223,8 @@ def _whole_sequences(
     out = bind.output(None, tuple(tokens.v.shape), "[T, HV, V]", tokens.v, bind.covers(segments, tokens.count), ())
     final = _state_like(tokens, segments.count, initial, state_v_first) if keep_final else None
     checkpoints, intermediate = None, None
-    if keep_intermediate:
-        checkpoints, intermediate = _intermediate_states(tokens, segments, initial, state_v_first)
+    if intermediate_tokens is not None:
+        checkpoints, intermediate = _intermediate_states(tokens, segments, initial, state_v_first, intermediate_tokens)
     choose("prefill", tokens, initial, backend, checkpoints is not None).prefill(
         PrefillCall(
             tokens=tokens,
@@ -245,10 +243,11 @@ def _whole_sequences(
         )
     )
     shaped = out.unflatten(0, sequences.batch_shape)
-    if intermediate is None:
+    if intermediate is None or intermediate_tokens is None:
         return shaped, final
-    batch = sequences.batch_shape[0]
-    return shaped, final, intermediate.unflatten(0, (batch, intermediate.shape[0] // batch))
+    batch, length = sequences.batch_shape
+    count = intermediate.shape[0] if batch == 1 else -(-length // intermediate_tokens)
+    return shaped, final, intermediate.to(tokens.k.dtype).unflatten(0, (batch, count))
 
 
 def _one_token_sequences(
@@ -288,25 +287,26 @@ def _state_like(tokens: Tokens, rows: int, initial: Tensor | None, state_v_first
 
 
 def _intermediate_states(
-    tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_first: bool
+    tokens: Tokens, segments: Segments, initial: Tensor | None, state_v_first: bool, interval: int
 ) -> tuple[Checkpoints, Tensor]:
-    """A checkpoint at the start of every 64-token chunk; the first of each sequence is its initial state."""
+    """A checkpoint at the start of every `interval` tokens; the first of each sequence is its initial state."""
     entries: list[tuple[int, int, int]] = []
     starts: list[int] = []
     rows = 0
     for n, length in enumerate(segments.host_values()[1].tolist()):
         if length:
             starts.append(rows)
-            chunks = range(INTERMEDIATE_STATE_TOKENS, length, INTERMEDIATE_STATE_TOKENS)
+            chunks = range(interval, length, interval)
             entries += [(n, offset, rows + 1 + i) for i, offset in enumerate(chunks)]
             rows += 1 + len(chunks)
         else:
             starts.append(-1)
     inner = (tokens.value_dim, tokens.key_dim) if state_v_first else (tokens.key_dim, tokens.value_dim)
-    states = torch.zeros((rows, tokens.value_heads, *inner), dtype=torch.bfloat16, device=tokens.q.device)
+    dtype = torch.bfloat16 if tokens.k.dtype == torch.bfloat16 else torch.float32
+    states = torch.zeros((rows, tokens.value_heads, *inner), dtype=dtype, device=tokens.q.device)
     if initial is not None:
         live = [n for n, row in enumerate(starts) if row >= 0]
-        states[[starts[n] for n in live]] = initial[live].to(torch.bfloat16)
+        states[[starts[n] for n in live]] = initial[live].to(dtype)
     return Checkpoints.build(entries, segments.count, states.device), states
 
 

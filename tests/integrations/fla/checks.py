@@ -144,14 +144,17 @@ def test_log_decay_ignores_the_gates_parameters() -> None:
     close(got, reference.kda(*tensors))
 
 
-def test_intermediate_states_are_those_at_the_start_of_each_chunk() -> None:
+@pytest.mark.parametrize("size", [64] if OLDEST else [64, 32])
+def test_intermediate_states_are_those_at_the_start_of_each_chunk(size: int) -> None:
     x = inputs(batch=1, tokens=130)
-    _, _, states = run(chunk_kda, x, return_intermediate_states=True)
-    assert states.shape[:2] == (1, 3)
-    for chunk in range(3):
-        part = {name: t[:, : 64 * chunk] if t.ndim >= 3 and name != "state" else t for name, t in x.items()}
+    given = {} if size == 64 else {"chunk_size": size}
+    _, _, states = run(chunk_kda, x, return_intermediate_states=True, **given)
+    assert states.shape[:2] == (1, -(-130 // size))
+    assert states.dtype == x["k"].dtype
+    for chunk in range(states.shape[1]):
+        part = {name: t[:, : size * chunk] if t.ndim >= 3 and name != "state" else t for name, t in x.items()}
         expected = want(part)[1] if chunk else torch.zeros_like(states[:, 0])
-        assert relative_error(states[:, chunk], expected) <= 2.0**-8 if chunk else not states[:, chunk].any()
+        assert relative_error(states[:, chunk], expected) <= BAR.state if chunk else not states[:, chunk].any()
 
 
 @pytest.mark.parametrize(

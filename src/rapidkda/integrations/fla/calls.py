@@ -95,8 +95,6 @@ def _decline(call: dict[str, Any], options: set[str], neutral: dict[str, Any]) -
     bound = call.get("lower_bound")
     if call.get("use_gate_in_kernel") and bound is not None and not -5.0 <= bound < 0.0:
         return f"rapidkda takes a lower_bound in [-5, 0), got {bound}"
-    if call.get("return_intermediate_states") and call.get("chunk_size", 64) != 64:
-        return f"rapidkda has intermediate states of 64-token chunks, got chunk_size {call['chunk_size']}"
     return None
 
 
