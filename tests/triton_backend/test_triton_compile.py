@@ -23,6 +23,8 @@ def launch_everything() -> None:
     BACKEND.prefill(calls.prefill([40, 20], export=True, heads=8))
     with mock.patch.object(plan, "cut", return_value=CUT):
         BACKEND.prefill(calls.prefill([40, 20]))
+    BACKEND.prefill(calls.prefill([40], gate="log_decay"))  # without gate parameters
+    BACKEND.decode(calls.decode(2, gate="log_decay"))
     BACKEND.decode(calls.decode(2))
     BACKEND.verify(calls.verify(2, replay=False))
     BACKEND.verify(calls.verify(2, replay=True))

@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 
 
 def test_kernels_are_right_under_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     environment.pop("PYTEST_ADDOPTS", None)
     environment.pop("PYTEST_XDIST_WORKER", None)
     options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider"]

@@ -119,9 +119,10 @@ def amplitude(p_a_log, head):
 @triton.jit
 def gate_bias(p_dt_bias, head, channels, K: tl.constexpr, SIZE: tl.constexpr):
     """The gate's bias of a head at `channels` [SIZE]; 0 where there is none."""
-    if p_dt_bias is None:
-        return tl.zeros([SIZE], tl.float32)
-    return tl.load(p_dt_bias + head * K + channels)
+    bias = tl.zeros([SIZE], tl.float32)
+    if p_dt_bias is not None:
+        bias = tl.load(p_dt_bias + head * K + channels)
+    return bias
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...device import Device
-from .plan import CHUNK
+from .plan import CHUNK, key_matrices
 
 # Shared memory of a program, bytes. What is not listed gets the least of them.
 _SHARED = {
@@ -64,7 +64,7 @@ def machine(device: torch.device) -> Machine:
 def choose(where: Machine, key_dim: int, value_dim: int, precise: bool) -> Config:
     """The configuration of a call: as deep a pipeline of tiles, up to three, as shared memory holds."""
     block = 32 if precise and key_dim > 128 else 64  # float32 states are operands in shared memory
-    tile = (4 if precise else 2) * CHUNK * (3 * key_dim + block + CHUNK)
+    tile = (4 if precise else 2) * CHUNK * (key_matrices(precise) * key_dim + block + CHUNK)
     stages = 3
     while stages > 1 and stages * tile + _SCRATCH > where.shared:
         stages -= 1

@@ -3,10 +3,11 @@
 A segment is cut into tiles of C = 16 tokens. A tile and a value head have one record, written by the preparation and
 read by the scan:
 
-    wk [C, K] | qd [C, K] | kr [C, K] | uv [C, V] | aq [C, C] | decay [K] | u_scale [C] | q_scale [C]
+    wk [C, K] | qd [C, K] | kr [C, K] | kr's low part [C, K] | uv [C, V] | aq [C, C] |
+    decay [K] | u_scale [C] | q_scale [C]
 
-(the matrices in half precision, or float32 for float32 inputs; the vectors in float32). Where few sequences run, each
-is also cut into parts of several tiles whose states are linked exactly (`compose`).
+(the matrices in half precision, the vectors in float32; for float32 inputs all in float32, without a low part). Where
+few sequences run, each is also cut into parts of several tiles whose states are linked exactly (`compose`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def key_matrices(precise: bool) -> int:
+    """Matrices of keys or queries in a record."""
+    return 3 if precise else 4
+
+
 def record_bytes(key_dim: int, value_dim: int, precise: bool) -> int:
     """Size of one record, a multiple of ALIGNMENT."""
-    matrices = CHUNK * (3 * key_dim + value_dim + CHUNK)
+    matrices = CHUNK * (key_matrices(precise) * key_dim + value_dim + CHUNK)
     return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * CHUNK))
 
 

@@ -123,7 +123,8 @@ def prepare_kernel(
     Channels are taken SLICE at a time, so that little is live at once. Rows past a segment's end act as b = 0, g = 0.
     """
     APART: tl.constexpr = PRECISE and GATE != BOUNDED
-    MATRICES: tl.constexpr = 3 * C * K + C * V + C * C
+    KEYS: tl.constexpr = 3 if PRECISE else 4
+    MATRICES: tl.constexpr = KEYS * C * K + C * V + C * C
     tile = tl.program_id(0) // heads
     head = (tl.program_id(0) % heads).to(tl.int64)
     count = tl.load(p_table + tile_table + tiles + tile)
@@ -199,12 +200,15 @@ def prepare_kernel(
         qk += part_qk
         offsets = lane[:, None] * K + channels[None, :]
         tl.store(p_near + C * K + offsets, _as(near_queries, p_near))
-        tl.store(p_fine + 2 * C * K + offsets, _as(end_keys, p_fine))
+        high = _as(end_keys, p_fine)
+        tl.store(p_fine + 2 * C * K + offsets, high)
+        if not PRECISE:
+            tl.store(p_fine + 3 * C * K + offsets, _as(end_keys - high.to(tl.float32), p_fine))
         tl.store(p_vectors + channels, decay)
         started = started + (near_keys,)
 
     aq = tl.where(lane[:, None] >= lane[None, :], qk, 0.0)
-    tl.store(p_fine + 3 * C * K + C * V + lane[:, None] * C + lane[None, :], _as(aq, p_fine))
+    tl.store(p_fine + KEYS * C * K + C * V + lane[:, None] * C + lane[None, :], _as(aq, p_fine))
     inverse = _invert(tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0))
     from_keys = inverse * b_key[None, :]
     for part in tl.static_range(K // SLICE):
@@ -214,7 +218,7 @@ def prepare_kernel(
     values = tl.arange(0, V)
     v = tl.load(p_v + token[:, None] * v_t + head * v_h + values[None, :], mask=rows, other=0.0).to(tl.float32)
     uv = _fine_product(inverse * b_value[None, :], v, PRECISE, PRECISION)
-    p_uv = p_fine + 3 * C * K + lane[:, None] * V + values[None, :]
+    p_uv = p_fine + KEYS * C * K + lane[:, None] * V + values[None, :]
     if PRECISE:
         tl.store(p_uv, uv)
     else:

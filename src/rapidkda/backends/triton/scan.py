@@ -5,9 +5,10 @@ float32 registers, V as the rows of every product:
 
     U = uv - wk S        O = q_scale (qd S + aq U)        S <- decay S + U kr
 
-U is the one quantity whose rounding adds up in the state, so it enters the products in float16: 11 bits, but few
-exponents. A power of two per row is therefore taken out of U and S together, and changed when U outgrows its range.
-uv comes in through a product with the identity, because only operands of products are fetched ahead.
+The rounding of U adds up in the state, so it enters the products in float16: 11 bits, but few exponents. A power of two
+per row is therefore taken out of U and S together, and changed when U outgrows its range. kr comes in two float16
+parts: where nothing decays, the rounding of one alone would add up over thousands of tiles. uv comes in through a product with
+the identity, because only operands of products are fetched ahead.
 
 Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
 side by side: first each part's own contribution (rows of V, from a zero state) and its effect on the state it starts
@@ -36,12 +37,13 @@ def _advance(
     PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Run tiles begin .. end - 1 of a segment; `records` is the segment's first record, p_out its first output."""
-    MATRICES: tl.constexpr = 3 * C * K + C * V + C * C
+    KEYS: tl.constexpr = 3 if PRECISE else 4
+    MATRICES: tl.constexpr = KEYS * C * K + C * V + C * C
     lanes = tl.arange(0, C)
     channels = tl.arange(0, K)
     key_offset = lanes[None, :] * K + channels[:, None]  # [K, C]
-    value_offset = 3 * C * K + lanes[None, :] * V + rows[:, None]  # [VB, C]
-    pair_offset = 3 * C * K + C * V + lanes[None, :] * C + lanes[:, None]  # transposed
+    value_offset = KEYS * C * K + lanes[None, :] * V + rows[:, None]  # [VB, C]
+    pair_offset = KEYS * C * K + C * V + lanes[None, :] * C + lanes[:, None]  # transposed
     step = (records * 0 + heads) * RECORD  # 64-bit
     scale = tl.full([VB], 1.0, tl.float32)  # the state is kept times this power of two of each row, and
     unit = tl.full([VB], 1.0, tl.float32)  # this is its inverse
@@ -91,7 +93,9 @@ def _advance(
         if PRECISE:
             state = state * decay[None, :] + dot_fp32(u, kr, PRECISION)
         else:
-            state = add_dot(state * decay[None, :] * change[:, None], fine, kr)
+            low_kr = tl.load(p_fine + 3 * C * K + lanes[:, None] * K + channels[None, :])
+            state = add_dot(state * decay[None, :] * change[:, None], fine, low_kr)
+            state = add_dot(state, fine, kr)
             scale = new_scale
             unit = new_unit
     return state * unit[:, None]
