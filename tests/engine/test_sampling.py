@@ -141,10 +141,11 @@ def test_seeds_differ_and_are_told(kimi: Any) -> None:
         assert engine.generate([prompt], params)[0].tokens == result.tokens
 
 
-def test_a_low_temperature_is_greedy(kimi: Any) -> None:
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-310])
+def test_a_low_temperature_is_greedy(kimi: Any, temperature: float) -> None:
     prompts = random_prompts(4, seed=23)
     want = plain(kimi, prompts, 8)
-    results = Engine(kimi).generate(prompts, SamplingParams(max_new_tokens=8, temperature=1e-6))
+    results = Engine(kimi).generate(prompts, SamplingParams(max_new_tokens=8, temperature=temperature))
     assert {result.prompt: result.tokens for result in results} == want
 
 

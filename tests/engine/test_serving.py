@@ -227,6 +227,66 @@ def test_an_exception_in_a_step_ends_its_requests_and_no_others(kimi: Any, monke
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("call", ["propose", "observe"])
+def test_a_drafter_that_raises_ends_the_requests_it_was_asked_for(
+    kimi: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    first, second = random_prompts(2, seed=15)
+    engine = Engine(kimi, EngineConfig(max_drafts=2), Knowing({}, seed=0))
+    monkeypatch.setattr(Knowing, "propose", lambda self, wanted: [[] for _ in wanted])
+    name = engine.add_request(first, SamplingParams(max_new_tokens=4))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Knowing, call, lambda *_: (_ for _ in ()).throw(ArithmeticError("no idea")))
+        with pytest.raises(ArithmeticError):
+            engine.step()
+    assert engine.take_result(name).error == "ArithmeticError: no idea"
+    assert_empty(engine)
+    want = plain(kimi, [second], 4)
+    assert engine.generate([second], SamplingParams(max_new_tokens=4))[0].tokens == want[second]
+
+
+def test_generate_leaves_nothing_behind_when_it_fails(kimi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(kimi, EngineConfig(max_num_batched_tokens=64, max_num_seqs=2))
+    with pytest.raises(ValueError, match="prompt must hold at least one token"):
+        engine.generate([[1, 2], [3], []])
+    assert_empty(engine)
+    monkeypatch.setattr(engine.model, "forward", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+    with pytest.raises(MemoryError):
+        engine.generate([[1, 2], [3], [4]])
+    assert_empty(engine)
+    for name in range(6):
+        with pytest.raises(ValueError, match="is unknown"):
+            engine.take_result(name)
+
+
+def test_a_number_of_the_callers_own_is_not_given_again(kimi: Any) -> None:
+    engine = Engine(kimi)
+    engine.add_request([1, 2], SamplingParams(max_new_tokens=1), request_id=0)
+    finish(engine)
+    engine.generate([[3, 4]])
+    assert engine.take_result(0).prompt == (1, 2)
+
+
+def test_a_callback_that_raises_keeps_no_other_from_its_tokens(kimi: Any) -> None:
+    prompts = random_prompts(2, seed=16)
+    want = plain(kimi, prompts, 3)
+    engine = Engine(kimi)
+    heard: list[TokenEvent] = []
+
+    def fail(event: TokenEvent) -> None:
+        raise LookupError(f"token {event.index}")
+
+    params = SamplingParams(max_new_tokens=3)
+    engine.add_request(prompts[0], params, on_token=fail)
+    engine.add_request(prompts[1], params, on_token=heard.append)
+    for index in range(3):
+        with pytest.raises(LookupError, match=f"token {index}"):
+            engine.step()
+    assert tuple(event.token for event in heard) == want[prompts[1]]
+    assert_empty(engine)
+
+
 def test_streaming_gives_every_token_as_it_comes(kimi: Any) -> None:
     prompts = random_prompts(3, seed=15)
     want = plain(kimi, prompts, 6)

@@ -130,7 +130,7 @@ class Engine:
         if refusal is not None:
             raise ValueError(refusal)
         if request_id is None:
-            request_id = next(number for number in self._ids if number not in self._requests)
+            request_id = next(n for n in self._ids if n not in self._requests and n not in self._results)
         elif request_id in self._requests:
             raise ValueError(f"request_id must not be in use, got {request_id!r}")
         request = Request(
@@ -181,18 +181,20 @@ class Engine:
         goes on to the caller; the engine can be used further.
         """
         with torch.inference_mode():
-            parts = self._scheduler.schedule(self._propose())
-            if not parts:
-                return []
+            taking_part = self._scheduler.decoding()
             told: list[tuple[Request, TokenEvent]] = []
             try:
+                parts = self._scheduler.schedule(self._propose())
+                if not parts:
+                    return []
+                taking_part = [part.request for part in parts]
                 hidden = self._forward(parts)
                 told = self._settle(parts, hidden)
             except BaseException as failure:
-                for part in parts:
-                    if part.request.request_id in self._requests:
-                        event = self._finish(part.request, "error", f"{type(failure).__name__}: {failure}")
-                        told.append((part.request, event))
+                for request in taking_part:
+                    if request.request_id in self._requests:
+                        event = self._finish(request, "error", f"{type(failure).__name__}: {failure}")
+                        told.append((request, event))
                 _tell(told)
                 raise
         return _tell(told)
@@ -200,13 +202,24 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestResult]:
-        """Run prompts to their ends, one params for all or one for each; results in the order of the prompts."""
+        """Run prompts to their ends, one params for all or one for each; results in the order of the prompts.
+
+        An exception, of a prompt that is refused too, aborts all of them.
+        """
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"params must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")
-        names = [self.add_request(prompt, one) for prompt, one in zip(prompts, each)]
-        while any(name in self._requests for name in names):
-            self.step()
+        names: list[Hashable] = []
+        try:
+            for prompt, one in zip(prompts, each):
+                names.append(self.add_request(prompt, one))
+            while any(name in self._requests for name in names):
+                self.step()
+        except BaseException:
+            for name in names:
+                self.abort(name)
+                self._results.pop(name, None)
+            raise
         return [self.take_result(name) for name in names]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
@@ -417,12 +430,21 @@ def _spans(parts: Sequence[Part]) -> Iterator[Span]:
 
 
 def _tell(told: Sequence[tuple[Request, TokenEvent]]) -> list[TokenEvent]:
-    """Call back, unless an earlier callback has ended the request. Returns the events of the others."""
+    """Call back, unless an earlier callback has ended the request. Returns the events of the others.
+
+    A callback that raises keeps no other from its events: the first exception goes on when all have been called.
+    """
     heard: list[TokenEvent] = []
+    failure: Exception | None = None
     for request, event in told:
         if request.aborted:
             continue
         heard.append(event)
         if request.on_token is not None:
-            request.on_token(event)
+            try:
+                request.on_token(event)
+            except Exception as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
     return heard

@@ -80,7 +80,9 @@ class Sampler:
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """float64 probabilities [vocabulary] on the host that a request with temperature > 0 draws from."""
-    probabilities = torch.softmax(logits.to("cpu", torch.float64) / params.temperature, dim=0)
+    logits = logits.to("cpu", torch.float64)
+    # The largest is taken off first: whatever the temperature, nothing overflows.
+    probabilities = torch.softmax((logits - logits.max()) / params.temperature, dim=0)
     if 0 < params.top_k < len(probabilities):
         kept = torch.zeros_like(probabilities, dtype=torch.bool)
         kept[probabilities.topk(params.top_k).indices] = True
