@@ -103,6 +103,8 @@ def test_an_mtp_head_drafts(
         (("--decode-backend", "flashkda"), "flashkda"),
         (("--top-p", "1.5"), "top_p must be in (0, 1], got 1.5"),
         (("--mtp", "nowhere.safetensors"), "nowhere.safetensors"),
+        (("--device", "tpu"), "--device must be cpu or cuda[:N], got 'tpu'"),
+        (("--device", "cuda:99"), "--device must be cpu or one of "),
     ],
 )
 def test_mistakes_are_told_in_one_line(
@@ -132,6 +134,35 @@ def test_an_empty_prompt_and_another_family_are_refused(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="model must be of type glm5_next, kimi_linear, got 'llama'"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, b"garbage", b""])
+def test_a_folder_without_readable_weights_is_refused(
+    folders: dict[str, Path],
+    prompt_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+) -> None:
+    (tmp_path / "config.json").write_text((folders["kimi_linear"] / "config.json").read_text())
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    code, _, error = generate(capsys, "--model", str(tmp_path), "--prompt-file", str(prompt_file))
+    assert code == 2
+    assert f"model folder must hold the weights, got {tmp_path}" in error
+    head = tmp_path / "model.safetensors"
+    head.write_bytes(content or b"")
+    arguments = ("--model", str(folders["kimi_linear"]), "--prompt-file", str(prompt_file), "--speculate", "1")
+    code, _, error = generate(capsys, *arguments, "--mtp", str(head))
+    assert code == 2
+    assert f"weights must be safetensors files, got '{head}'" in error
+
+
+def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:
+    for content in ("{", "[]"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"config\.json must be a JSON object"):
+            load_model(tmp_path)
 
 
 def test_loading_keeps_the_files_dtype_or_takes_the_one_asked_for(folders: dict[str, Path]) -> None:

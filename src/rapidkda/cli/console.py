@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from ..dispatch import AUTO, check_name
@@ -36,6 +37,21 @@ def one_backend(value: str | None) -> str | None:
         return None
     name = backend_option(value)
     return None if name == AUTO else name
+
+
+def device_option(wanted: str | None) -> torch.device:
+    """The device of `--device`; a GPU if there is one without it. UserError for one that is not here."""
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f"--device must be cpu or cuda[:N], got {wanted!r}") from None
+    if device.type not in ("cpu", "cuda") or (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise UserError(f"--device must be cpu or one of {torch.cuda.device_count()} cuda devices, got {wanted!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {wanted} needs a GPU that torch can use; see rapidkda doctor")
+    return device
 
 
 def readable(path: Path, what: str) -> Path:

@@ -16,7 +16,7 @@ from ..dispatch import check_name
 from ..engine import Engine, EngineConfig, MtpHead, RequestResult, SamplingParams
 from ..engine.loading import Text, load_model, load_text
 from ..serving import BackendWish
-from .console import WIDTH_WHEN_PIPED, UserError, needs, readable
+from .console import WIDTH_WHEN_PIPED, UserError, device_option, needs, readable
 
 Rollback = Literal["replay", "slots"]
 
@@ -40,7 +40,7 @@ def generate(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the weights; auto as in the files.")
     ] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:N]. Default: the GPU if there is one.")] = None,
 ) -> None:
     """Continue a text with a model of the KDA families, and say how fast it was and which backends ran.
 
@@ -49,6 +49,7 @@ def generate(
 
     **Example:** `rapidkda generate --model ./model --prompt-file prompt.txt --max-new-tokens 64 --speculate 3`
     """
+    place = device_option(device)
     data = readable(prompt_file, "--prompt-file").read_bytes()
     if not data:
         raise UserError(f"--prompt-file must not be empty, got {prompt_file}")
@@ -57,7 +58,6 @@ def generate(
     quiet.set_verbosity_error()  # it warns at every start that its own kernels are missing
     quiet.disable_progress_bar()
     out = _progress_console()
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         backends = BackendWish(
             prefill=None if backend is None else check_name(backend, "--backend"),

@@ -19,7 +19,7 @@ from ..problem import OPS, GateKind, Op
 from ..testing.accuracy import Check, check_conv, check_norm, kda_checks
 from ..testing.regimes import REGIMES
 from ..testing.shapes import SMALL, Shape, by_name
-from .console import UserError, console, one_backend
+from .console import UserError, console, device_option, one_backend
 
 KDA_OPS: tuple[Op, ...] = ("prefill", "decode", "verify")
 LONG = (Shape("long", (1024,), 2), Shape("ragged_long", (300, 7, 517, 96), 2))  # many chunks
@@ -46,7 +46,7 @@ def verify(
 
     **Example:** `rapidkda verify --backend torch --regime slow`
     """
-    place = _device(device)
+    place = device_option(device)
     regimes = _known("--regime", regime, tuple(REGIMES))
     shapes = _shapes(shape, quick)
     names = _runnable(one_backend(backend), place)
@@ -104,20 +104,6 @@ def _run(name: str, job: Job, shape: Shape, device: torch.device, seed: int) -> 
 
 def _gate(regime: str) -> GateKind:
     return "softplus" if regime and REGIMES[regime].lower_bound is None else "bounded"
-
-
-def _device(wanted: str | None) -> torch.device:
-    if wanted is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise UserError(f"--device must be cpu or cuda[:N], got {wanted!r}") from None
-    if device.type not in ("cpu", "cuda") or (device.index or 0) >= max(1, torch.cuda.device_count()):
-        raise UserError(f"--device must be cpu or one of {torch.cuda.device_count()} cuda devices, got {wanted!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {wanted} needs a GPU that torch can use; see rapidkda doctor")
-    return device
 
 
 def _known(option: str, given: list[str] | None, names: tuple[str, ...]) -> list[str]:

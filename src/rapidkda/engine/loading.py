@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from .families import FAMILIES
 
@@ -27,18 +28,25 @@ def load_model(folder: Path, *, dtype: torch.dtype | str = "auto", device: torch
         device: where it goes.
 
     Raises:
-        ValueError: no config.json, or a model of another family.
+        ValueError: no config.json, a model of another family, or weights that are missing or cannot be read.
     """
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"model folder must hold a config.json, got {folder}")
-    name = json.loads(config.read_text()).get("model_type")
+    try:
+        name = json.loads(config.read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"model's {config} must be a JSON object: {error}") from error
     if name not in FAMILIES:
         raise ValueError(f"model must be of type {', '.join(FAMILIES)}, got {name!r} in {config}")
     transformers: Any = importlib.import_module("transformers")
     # glm5_next has no text-only class: its conditional generation class takes text as it is.
     loader = transformers.Glm5NextForConditionalGeneration if name == "glm5_next" else transformers.AutoModelForCausalLM
-    return loader.from_pretrained(folder, dtype=dtype).to(device).eval()
+    try:
+        model = loader.from_pretrained(folder, dtype=dtype)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model folder must hold the weights, got {folder}: {error}") from error
+    return model.to(device).eval()
 
 
 class Text(Protocol):

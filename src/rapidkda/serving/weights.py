@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 # Checkpoint name to the layer's own; glm5_next and kimi_linear checkpoints have no `forget_gate.`, the modules have.
@@ -62,7 +62,11 @@ class Source:
                 self._readers[name] = lambda value=value: value  # type: ignore[misc]
             return
         for file in _files(Path(source)):
-            handle: Any = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            try:
+                handle: Any = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            except (OSError, SafetensorError) as error:
+                self._stack.close()
+                raise ValueError(f"weights must be safetensors files, got {str(file)!r}: {error}") from error
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 self._readers[name] = lambda handle=handle, name=name: handle.get_tensor(name)  # type: ignore[misc]
 
