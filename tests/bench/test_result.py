@@ -64,6 +64,28 @@ def test_report_compares_our_best_with_the_best_peer() -> None:
     assert "### Decode on a CPU" in text
 
 
+def test_worst_regime_of_a_shape() -> None:
+    fast = [replace(CUDA, regime="fast", us=100.0), replace(FLASHKDA, regime="fast", us=300.0)]
+    unbounded = replace(CUDA, regime="unbounded", us=900.0)  # no peer measured: no ratio to be worst in
+    text = markdown(Result(META, (*fast, CUDA, FLASHKDA, unbounded)), worst_only=True)
+    assert [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| 8x2048")] == ["slow"]
+    assert "- fast: best peer / ours 3.00" in text  # summaries count every row
+    alone = markdown(Result(META, (replace(CUDA, regime="fast"), unbounded)), worst_only=True)
+    assert "| 8x2048_h16 | unbounded |" in alone
+    assert "| 8x2048_h16 | fast |" not in alone
+
+
+def test_newest_files_cover_every_backend(tmp_path: Path) -> None:
+    for name, date, rows in (
+        ("old-cuda", "2026-11-01", (CUDA, FLASHKDA)),
+        ("cuda", "2026-11-02", (CUDA, FLASHKDA)),
+        ("triton", "2026-11-03", (TRITON, FLASHKDA)),
+    ):
+        (tmp_path / "h200").mkdir(exist_ok=True)
+        Result(replace(META, date=date, note=name), rows).save(tmp_path / "h200" / f"{name}.json")
+    assert [path.stem for path in newest(tmp_path)] == ["triton", "cuda"]
+
+
 def test_comparison() -> None:
     faster = Result(META, (replace(CUDA, us=75.0), FLASHKDA, replace(TRITON, shape="other")))
     text = compare(RESULT, faster)
@@ -80,13 +102,13 @@ def test_plots(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
-def test_readme_takes_the_newest_file_of_every_machine(tmp_path: Path) -> None:
+def test_readme_takes_the_newest_file_of_every_machine_and_backend(tmp_path: Path) -> None:
     root, folder = tmp_path, tmp_path / "benchmarks" / "results"
     for gpu, date, us in (("h200", "2026-11-01", 999.0), ("h200", "2026-11-03", 140.0), ("b200", "2026-11-02", 70.0)):
         (folder / gpu).mkdir(parents=True, exist_ok=True)
         one = Result(replace(META, date=date, gpu=gpu), (replace(CUDA, us=us),))
         one.save(folder / gpu / f"{date}-abc.json")
-    assert [path.name for path in newest(folder)] == ["2026-11-02-abc.json", "2026-11-03-abc.json"]
+    assert [path.name for path in newest(folder)] == ["2026-11-03-abc.json", "2026-11-02-abc.json"]
     section = readme_section(folder, root)
     assert "999" not in section
     assert "| 140 |" in section

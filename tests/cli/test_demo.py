@@ -31,7 +31,7 @@ def test_table(cli: Cli) -> None:
     assert done.code == 0, done.out + done.err
     for shown in (
         "90 bytes of us-constitution.txt in chunks of 40",
-        "prefill backend: torch (fastest backend that can run here)",
+        "prefill backend: torch (first in auto's order that can run here)",
         "decode backend: torch",
         "passed over: triton: ",
         "prefill tokens/s",

@@ -58,6 +58,7 @@ class Meta:
     version: str
     rev: str | None  # git revision, with "-dirty" where the tree had changes
     date: str  # ISO 8601, UTC
+    note: str = ""  # what a reader of the file must know
 
 
 @dataclass(frozen=True)

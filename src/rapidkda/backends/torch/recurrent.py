@@ -120,7 +120,7 @@ def _decode_rows(call: DecodeCall, rows: Rows, here: slice, real: Tensor, out: T
 
 def _overlap_apart(source: Tensor, target: Tensor) -> bool:
     """Whether two dense views of one pool, of one size, share some of their memory but not all."""
-    return 0 < abs(source.storage_offset() - target.storage_offset()) < source.numel()
+    return 0 < abs(int(source.storage_offset()) - int(target.storage_offset())) < source.numel()
 
 
 def _apart(call: DecodeCall, real: Tensor) -> bool:
