@@ -7,8 +7,8 @@ float32 registers, V as the rows of every product:
 
 The rounding of U adds up in the state, so it enters the products in float16: 11 bits, but few exponents. A power of two
 per row is therefore taken out of U and S together, and changed when U outgrows its range. kr comes in two float16
-parts: where nothing decays, the rounding of one alone would add up over thousands of tiles. uv comes in through a product with
-the identity, because only operands of products are fetched ahead.
+parts: where nothing decays, the rounding of one alone would add up over thousands of tiles. uv comes in through a
+product with the identity, because only operands of products are fetched ahead.
 
 Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
 side by side: first each part's own contribution (rows of V, from a zero state) and its effect on the state it starts
@@ -72,7 +72,7 @@ def _advance(
             near_state = narrow(state, tl.bfloat16)
             u = dot(identity, uv) * tl.load(p_vectors + K + lanes)[None, :] * scale[:, None] - dot(near_state, wk)
             size, inverse = power_of_two(tl.max(tl.abs(u), 1), -60, 60)
-            fits = (size >= 1.0) & (size <= 16384.0)
+            fits = (size >= 0.00390625) & (size <= 16384.0)  # wide, so that ordinary values never cross it
             new_scale, new_unit = power_of_two(tl.where(fits, scale, scale * inverse * 1024.0), -100, 60)
             change = new_scale * unit
             fine = narrow(u * change[:, None], tl.float16)
