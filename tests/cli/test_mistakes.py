@@ -83,6 +83,26 @@ def test_gpu_bench_without_gpu_names_the_cpu_bench(cli: Cli) -> None:
     assert "rapidkda bench cpu" in done.err
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RAPIDKDA_CHECK", "maybe"),
+        ("RAPIDKDA_VLLM", "decode"),
+        ("RAPIDKDA_PREFILL_BACKEND", "fla"),
+        ("RAPIDKDA_DECODE_BACKEND", "fla"),
+    ],
+)
+@pytest.mark.parametrize("command", ["demo", "plan", "verify"])
+def test_environment_variables_are_refused_by_name(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, command: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = cli(command)
+    assert done.code == 2
+    assert done.err.startswith(f"rapidkda: error: environment variable {variable} must be ")
+    assert done.err.count("\n") == 1
+
+
 def test_empty_text(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     done = cli("demo", "--text", str(tmp_path / "empty.txt"))

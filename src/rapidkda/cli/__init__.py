@@ -14,7 +14,7 @@ import typer
 from .. import __version__
 from ..errors import BackendUnavailable, ConfigConflict
 from . import bench, compile, demo, doctor, generate, plan, verify
-from .console import UserError
+from .console import VARIABLES, UserError, complaint
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # the base of every complaint about arguments
 
@@ -36,11 +36,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Kimi Delta Attention for serving. Start with `rapidkda doctor`, then `rapidkda demo`."""
+    if context.invoked_subcommand != "doctor":  # which shows what is wrong beside everything else
+        for variable in VARIABLES:
+            if problem := complaint(variable):
+                raise UserError(problem)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

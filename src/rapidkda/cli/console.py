@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from .. import env
 from ..dispatch import AUTO, check_name
 
 WIDTH_WHEN_PIPED = 132  # tables must not be cut to 80 columns in a log
@@ -16,6 +19,32 @@ WIDTH_WHEN_PIPED = 132  # tables must not be cut to 80 columns in a log
 
 class UserError(Exception):
     """The user must change something; the message says what, in one line."""
+
+
+def _known_backend(variable: str) -> None:
+    value = env.backend_name(variable)
+    if value is not None:
+        check_name(value, f"environment variable {variable}")
+
+
+VARIABLES: dict[str, Callable[[], object]] = {
+    "RAPIDKDA_CHECK": env.check_device_values,
+    "RAPIDKDA_CACHE_DIR": env.cache_dir,
+    env.VLLM_SWITCH: env.vllm_prefill,
+    env.PREFILL_BACKEND: partial(_known_backend, env.PREFILL_BACKEND),
+    env.DECODE_BACKEND: partial(_known_backend, env.DECODE_BACKEND),
+}
+
+
+def complaint(variable: str) -> str | None:
+    """What is wrong with the value of an environment variable; None if nothing is."""
+    if variable not in VARIABLES:
+        return "rapidkda reads no such variable"
+    try:
+        VARIABLES[variable]()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def console() -> Console:

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
@@ -15,12 +15,12 @@ import typer
 from rich import box
 from rich.table import Table
 
-from .. import __version__, env
+from .. import __version__
 from ..backends.base import Request
 from ..device import CPU, Device
-from ..dispatch import REGISTRY, check_name, decision_table
+from ..dispatch import REGISTRY, decision_table
 from ..problem import OPS, GateKind
-from .console import console, version_of
+from .console import complaint, console, version_of
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "vllm", "matplotlib")
 GATES: tuple[GateKind, ...] = ("bounded", "softplus")
@@ -62,31 +62,8 @@ def _environment() -> dict[str, str]:
     seen = {}
     for name in sorted(os.environ):
         if name.startswith("RAPIDKDA_"):
-            seen[name] = os.environ[name] + (f"  ({problem})" if (problem := _complaint(name)) else "")
+            seen[name] = os.environ[name] + (f"  ({problem})" if (problem := complaint(name)) else "")
     return seen
-
-
-def _complaint(name: str) -> str | None:
-    known: dict[str, Callable[[], object]] = {
-        "RAPIDKDA_CHECK": env.check_device_values,
-        "RAPIDKDA_CACHE_DIR": env.cache_dir,
-        env.VLLM_SWITCH: env.vllm_prefill,
-        env.PREFILL_BACKEND: lambda: _known_backend(env.PREFILL_BACKEND),
-        env.DECODE_BACKEND: lambda: _known_backend(env.DECODE_BACKEND),
-    }
-    if name not in known:
-        return "rapidkda reads no such variable"
-    try:
-        known[name]()
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _known_backend(variable: str) -> None:
-    value = env.backend_name(variable)
-    if value is not None:
-        check_name(value, variable)
 
 
 def _decisions(device: Device) -> dict[str, Any]:
