@@ -14,7 +14,16 @@ import pytest
 import torch
 
 import rapidkda
-from rapidkda import BackendUnavailable, ConfigConflict, Request, dispatch, resolve_kda_prefill_backend
+from rapidkda import (
+    BackendUnavailable,
+    ConfigConflict,
+    Request,
+    Sizes,
+    dispatch,
+    env,
+    resolve_kda_prefill_backend,
+    workspace_bytes,
+)
 from rapidkda.backends import cuda, flashkda, triton
 from rapidkda.device import CPU, Device
 from rapidkda.dispatch import REGISTRY, decision_table, resolve
@@ -298,3 +307,17 @@ def test_a_choice_made_earlier_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         x, x, x, x, x[..., 0], segments=rapidkda.Segments.equal(1, 1), lower_bound=-1.0, backend=choice
     )
     assert out.shape == x.shape
+
+
+def test_scratch_is_that_of_the_operators_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill variable binds prefill, the decode variable everything else."""
+    sizes = Sizes(tokens=4, segments=1, heads=2, value_heads=2)
+    for variable, bound, free in (
+        (env.PREFILL_BACKEND, "prefill", "decode"),
+        (env.DECODE_BACKEND, "decode", "prefill"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "flashkda")
+            with pytest.raises(BackendUnavailable, match=f"flashkda.*cannot run {bound}"):
+                workspace_bytes(bound, sizes, device="cpu")  # type: ignore[arg-type]
+            assert workspace_bytes(free, sizes, device="cpu") == 0  # type: ignore[arg-type]

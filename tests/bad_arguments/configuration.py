@@ -14,6 +14,8 @@ for op in ("prefill", "chunk_kda", "fused_recurrent_kda"):
 for op in (*KDA.split(), "commit", *WHOLE.split(), "causal_conv", "gated_rms_norm", "workspace_bytes", "resolve"):
     bad(op, "backend", "unknown", "fastest")
     bad(op, "backend", "a_number", 3, TypeError)
+bad("workspace_bytes", "op", "unknown", "preffil")
+bad("workspace_bytes", "sizes", "a_number", 4096, TypeError)
 bad("resolve", "engine_flag", "unknown", "fla", named="--kda-prefill-backend")
 bad("resolve", "additional_config", "unknown", {"kda_prefill_backend": "fla"}, named="additional_config")
 bad("resolve", "additional_config", "a_string", "torch", TypeError)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import env
+from .. import checks, env
 from ..backends.base import Backend, Request
 from ..device import Device
 from ..dispatch import AUTO, Choice, as_device, check_name, resolve_cached
-from ..problem import Op, Sizes, Tokens
+from ..problem import OPS, Op, Sizes, Tokens
 from ..segments import Segments
 
 # A name, a choice made earlier, or None: the environment variable, else `auto`.
@@ -44,7 +44,12 @@ def choose(
         raw_beta=tokens.beta_logits,
         neg_eigval=tokens.beta_scale != 1.0,
     )
-    return resolved(request, backend, env.PREFILL_BACKEND if op == "prefill" else env.DECODE_BACKEND)
+    return resolved(request, backend, _variable(op))
+
+
+def _variable(op: Op) -> str:
+    """The environment variable that names the backend of an operator."""
+    return env.PREFILL_BACKEND if op == "prefill" else env.DECODE_BACKEND
 
 
 def resolved(request: Request, backend: BackendLike, variable: str) -> Backend:
@@ -77,6 +82,9 @@ def workspace_needed(chosen: Backend, op: Op, tokens: Tokens, segments: Segments
 
 def workspace_bytes(op: Op, sizes: Sizes, *, backend: BackendLike = None, device: Any = None) -> int:
     """Bytes of scratch that `op` needs within `sizes` on the backend that would serve it (see `prefill`)."""
+    checks.choice("op", op, OPS)
+    if not isinstance(sizes, Sizes):
+        raise TypeError(f"sizes must be a rapidkda.Sizes, got {type(sizes).__name__}")
     request = Request(
         op,
         as_device(device),
@@ -85,4 +93,4 @@ def workspace_bytes(op: Op, sizes: Sizes, *, backend: BackendLike = None, device
         sizes.value_dim,
         grouped_values=sizes.value_heads > sizes.heads,
     )
-    return resolved(request, backend, env.PREFILL_BACKEND).workspace_bytes(op, sizes)
+    return resolved(request, backend, _variable(op)).workspace_bytes(op, sizes)

@@ -74,6 +74,7 @@ def import_state(pool: StatePool, slots: Sequence[int], state: ExportedState, re
     for target, parts in zip(pool.layers, state.layers):
         _write(target, pool.shape, slots, parts)
     if request_id is not None and pool.slots is not None:
+        pool.slots.set_run(request_id)
         pool.slots.set_open(request_id, state.open_drafts)
 
 
