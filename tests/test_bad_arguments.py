@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rapidkda
 from bad_arguments import CALLS, GOOD, BadCall, problem_with
-from rapidkda import Segments
+from rapidkda import Checkpoints, Segments
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
@@ -41,6 +42,12 @@ def test_a_segment_table_bounds_its_own_lengths() -> None:
         Segments(packed.first_token, packed.length, 2, packed.host)
     with pytest.raises(ValueError, match=r"segments\.host .* 2 segments"):
         Segments(packed.first_token, packed.length, 3, Segments.from_lengths([3]).host)
+
+
+@pytest.mark.parametrize("entries", [[(0, 16.5, 1)], [(0, 16), (1, 16), (2, 16)], [0, 16, 1], [(True, True, True)]])
+def test_checkpoints_are_records_of_three_ints(entries: list[Any]) -> None:
+    with pytest.raises(TypeError, match=r"checkpoints must be \(segment, offset, slot\) records of ints"):
+        Checkpoints.build(entries, 3)
 
 
 def test_checks_hold_without_asserts() -> None:

@@ -155,7 +155,9 @@ class Checkpoints:
         entries: Sequence[tuple[int, int, int]], num_segments: int, device: torch.device | str = "cpu"
     ) -> Checkpoints:
         """Build from (segment, offset in tokens, slot) records in any order."""
-        table = np.asarray(sorted(entries), dtype=np.int64).reshape(-1, 3)
+        table = np.asarray(sorted(entries)) if len(entries) else np.zeros((0, 3), np.int64)
+        if table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iu":
+            raise TypeError(f"checkpoints must be (segment, offset, slot) records of ints, got {list(entries)!r}")
         if len(table) and (table[:, 0].min() < 0 or table[:, 0].max() >= num_segments):
             raise ValueError(f"checkpoints must name segments 0..{num_segments - 1}, got {table[:, 0].tolist()}")
         if len(table) and (table[:, 1].min() <= 0 or table[:, 2].min() < 0):
@@ -167,7 +169,8 @@ class Checkpoints:
         begin_d, offset_d, slot_d = (
             torch.from_numpy(packed).to(device).split([num_segments + 1, len(table), len(table)])
         )
-        return Checkpoints(begin_d, offset_d, slot_d, (begin.astype(np.int64), table[:, 1], table[:, 2]))
+        host = (begin.astype(np.int64), *table[:, 1:].astype(np.int64).T)
+        return Checkpoints(begin_d, offset_d, slot_d, host)
 
     def host_values(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(begin, offset, slot) on the host; copies from the device only when `host` was not given."""
