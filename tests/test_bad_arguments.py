@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rapidkda
 from bad_arguments import CALLS, GOOD, BadCall, problem_with
+from bad_arguments.registry import HV, V
+from bad_arguments.steps import out_beside_v
 from rapidkda import Checkpoints, Segments
 
 
@@ -32,6 +35,16 @@ def test_there_are_enough_distinct_calls() -> None:
     operators = {function for function, _ in GOOD.values()}
     public = {getattr(rapidkda, name) for name in rapidkda.__all__ if not isinstance(getattr(rapidkda, name), type)}
     assert operators == public, "an operator has no bad calls"
+
+
+def test_an_output_beside_its_inputs_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column slices of one buffer share a range of addresses and no element."""
+    monkeypatch.setenv("RAPIDKDA_CHECK", "1")
+    function, good = GOOD["prefill"]
+    arguments = good()
+    want = function(**arguments).clone()
+    arguments = out_beside_v(good(), HV * V)
+    assert torch.equal(function(**arguments), want)
 
 
 def test_a_segment_table_bounds_its_own_lengths() -> None:

@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,6 +73,28 @@ def no_self_overlap(name: str, value: Tensor) -> None:
     """A tensor that is written must not map two indices to one address, as an expanded one does."""
     if any(extent > 1 and stride == 0 for extent, stride in zip(value.shape, value.stride(), strict=True)):
         raise ValueError(f"{name} is written, so it must not be an expanded view; got strides {list(value.stride())}")
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether any element of `a` lies in the memory of one of `b`; column slices of one buffer need not."""
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    (starts, size), (others, other_size) = _runs(a), _runs(b)
+    near = np.searchsorted(others, starts - other_size, side="right")  # the first that ends after each start
+    found = near < len(others)
+    return bool((others[near[found]] < starts[found] + size).any())
+
+
+def _runs(value: Tensor) -> tuple[np.ndarray, int]:
+    """The addresses of a tensor's dense runs, sorted, and the bytes of each."""
+    size = value.element_size()
+    dims = [(extent, stride * size) for extent, stride in zip(value.shape, value.stride()) if extent > 1]
+    while dims and dims[-1][1] == size:
+        size *= dims.pop()[0]
+    starts = np.zeros(1, np.int64)
+    for extent, stride in dims:
+        starts = (starts[:, None] + np.arange(extent) * stride).reshape(-1)
+    return np.sort(starts + value.data_ptr()), size
 
 
 def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rapidkda import Checkpoints, Segments
 
-from .registry import CALLS, KDA, LENS, BadCall, H, T, bad, bad_set, every_second, expanded, meta, prefill
+from .registry import (
+    CALLS,
+    HV,
+    KDA,
+    LENS,
+    Arguments,
+    BadCall,
+    H,
+    T,
+    V,
+    bad,
+    bad_set,
+    every_second,
+    expanded,
+    meta,
+    prefill,
+)
 
 bad("prefill verify causal_conv", "segments", "a_list", LENS, TypeError)
 bad("decode", "segments", "two_tokens", Segments.from_lengths([2, 1]))
@@ -59,6 +77,20 @@ CALLS.append(BadCall("prefill-out-is-an-input", "prefill",
                      lambda a: a | {"v": a["v"], "out": a["v"]}, ValueError, "out", False))  # fmt: skip
 CALLS.append(BadCall("decode-out-is-beta", "decode",
                      lambda a: a | {"beta": a["out"][:, :, 0]}, ValueError, "out", False))  # fmt: skip
+CALLS.append(BadCall("decode-out-is-the-pool", "decode",
+                     lambda a: a | {"out": a["state"].view(-1)[: T * HV * V].view(T, HV, V)},
+                     ValueError, "out", False))  # fmt: skip
+
+
+def out_beside_v(arguments: Arguments, shift: int) -> Arguments:
+    """v and out as slices of one buffer, `shift` elements apart in every row of 2 HV V."""
+    rows = torch.zeros(T + 1, 2 * HV * V)
+    v, out = (rows.view(-1)[at : at + T * 2 * HV * V].view(T, 2 * HV, V)[:, :HV] for at in (0, shift))
+    return arguments | {"v": v.copy_(arguments["v"]), "out": out}
+
+
+for op, shift in (("prefill", V), ("decode", 1), ("verify", 2 * HV * V), ("prefill", HV * V - 1)):
+    CALLS.append(BadCall(f"{op}-out-{shift}-after-v", op, partial(out_beside_v, shift=shift), ValueError, "out", True))
 CALLS.append(BadCall("causal_conv-out-is-x", "causal_conv", lambda a: a | {"out": a["x"]}, ValueError, "out", False))
 CALLS.append(
     BadCall("gated_rms_norm-out-is-z", "gated_rms_norm", lambda a: a | {"out": a["z"]}, ValueError, "out", False)

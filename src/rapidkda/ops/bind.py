@@ -267,9 +267,17 @@ def accepted(value: object, count: int, most: int, device: torch.device) -> Tens
 
 
 def output(
-    value: Tensor | None, shape: tuple[int, ...], meaning: str, like: Tensor, covered: bool, inputs: tuple[Tensor, ...]
+    value: Tensor | None,
+    shape: tuple[int, ...],
+    meaning: str,
+    like: Tensor,
+    covered: bool,
+    inputs: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """Check or allocate an output. Rows that no segment covers are zero when the output is allocated here."""
+    """Check or allocate an output. Rows that no segment covers are zero when the output is allocated here.
+
+    `inputs` are the tensors that it must not be; in debug mode, none whose memory it may share.
+    """
     if value is None:
         return (torch.empty if covered else torch.zeros)(shape, dtype=like.dtype, device=like.device)
     value = checks.tensor("out", value)
@@ -278,9 +286,14 @@ def output(
     checks.same_device("out", value, like.device)
     checks.dense_last("out", value)
     checks.no_self_overlap("out", value)
+    debug = env.check_device_values()
     for tensor in inputs:
-        if value.numel() and value.data_ptr() == tensor.data_ptr():
+        if tensor is None or not value.numel():
+            continue
+        if value.data_ptr() == tensor.data_ptr():
             raise ValueError("out must not be one of the inputs, got a tensor that starts at the same address")
+        if debug and checks.share_memory(value, tensor):
+            raise ValueError("out must not lie in the memory of an input, got a tensor that shares some of it")
     return value
 
 

@@ -110,7 +110,7 @@ def causal_conv(
     if checkpoint_pool is not None:
         bind.conv_pool("checkpoint_pool", checkpoint_pool, x, width, channels_last)
     checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
-    out = bind.output(out, tuple(x.shape), "[T, C]", x, bind.covers(segments, x.shape[0]), (x,))
+    out = bind.output(out, tuple(x.shape), "[T, C]", x, bind.covers(segments, x.shape[0]), (x, state))
     request = Request("conv", Device.of(x.device), x.dtype, state_dtype=x.dtype if state is None else state.dtype)
     resolved(request, backend, env.DECODE_BACKEND).conv(
         ConvCall(

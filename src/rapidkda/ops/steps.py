@@ -107,7 +107,9 @@ def prefill(
         bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
     checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
     bind.gate_values(tokens, segments)
-    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta))
+    out = bind.output(
+        out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta, state)
+    )
     chosen = choose("prefill", tokens, state, backend, checkpoints is not None)
     workspace = bind.workspace(workspace, workspace_needed(chosen, "prefill", tokens, segments), device)
     chosen.prefill(
@@ -189,7 +191,9 @@ def decode(
         bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
         bind.read_before_write(read_slots, slots, pad_slot)
     bind.gate_values(tokens, segments)
-    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta))
+    out = bind.output(
+        out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta, state)
+    )
     choose("decode", tokens, state, backend).decode(
         DecodeCall(
             tokens=tokens,
@@ -279,7 +283,9 @@ def verify(
     bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
     bind.accepted(accepted, segments.count, most, device)
     bind.gate_values(tokens, segments)
-    out = bind.output(out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta))
+    out = bind.output(
+        out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta, state)
+    )
     choose("verify", tokens, state, backend).verify(
         VerifyCall(
             tokens=tokens,
