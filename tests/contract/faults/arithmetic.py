@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -97,10 +98,13 @@ def one_head_two_percent_off(original: Any, call: PrefillCall) -> None:
     call.out[:, -1] *= 1.02
 
 
+_runs = itertools.count()
+
+
 @wraps("prefill", caught_by=("B19", "B29"))
 def different_bits_every_run(original: Any, call: PrefillCall) -> None:
     original(call)
-    call.out.mul_(1 + 1e-6 * torch.rand(()).to(call.out.dtype))
+    call.out.mul_(1 + 1e-6 * (next(_runs) % 5))  # never twice the same in a row
 
 
 @wraps("decode", caught_by=("B13",))
