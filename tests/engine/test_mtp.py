@@ -177,6 +177,7 @@ def test_weights_load_from_files_and_faults_are_named(kimi: Any, tmp_path: Path)
         head.load_weights({**tensors, "mtp.eh_proj.weight": torch.zeros(2, 2)})
     with pytest.raises(ValueError, match=r"mtp.self_attn.q_proj.weight"):
         head.load_weights({name: value for name, value in tensors.items() if "q_proj" not in name})
+    assert not any(value.any() for value in head.state_dict().values()), "a refused file left something"
 
 
 def test_heads_that_do_not_fit_the_model_are_refused(kimi: Any) -> None:

@@ -178,7 +178,8 @@ class Engine:
         """Run one step. Returns what happened, after every callback has been called.
 
         An exception on the way, an interrupt from the keyboard too, ends the requests of that step with "error" and
-        goes on to the caller; the engine can be used further.
+        goes on to the caller; the engine can be used further. One of a callback ends no request, and goes on when every
+        callback has been called.
         """
         with torch.inference_mode():
             taking_part = self._scheduler.decoding()

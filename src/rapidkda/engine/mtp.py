@@ -103,9 +103,8 @@ class MtpHead(nn.Module):
         Names below the prefix: `enorm.weight`, `hnorm.weight`, `input_layernorm.weight`,
         `post_attention_layernorm.weight`, `norm.weight` [D]; `eh_proj.weight` [D, 2 D]; `mlp.gate_proj.weight`,
         `mlp.up_proj.weight` [I, D]; `mlp.down_proj.weight` [D, I]; and `self_attn.` with Hugging Face's names of a KDA
-        layer. Raises ValueError that names the tensor: unknown, missing, or of another shape.
+        layer. Raises ValueError that names the tensor: unknown, missing, or of another shape; then nothing was written.
         """
-        self.self_attn.load_weights(source, prefix + ATTENTION)
         with Source(source) as tensors:
             own = {name.removeprefix(prefix): name for name in tensors.names(prefix)}
             own = {short: name for short, name in own.items() if not short.startswith(ATTENTION)}
@@ -113,10 +112,12 @@ class MtpHead(nn.Module):
             if own.keys() != expected.keys():
                 missing, unknown = sorted(expected.keys() - own.keys()), sorted(own.keys() - expected.keys())
                 raise ValueError(f"weights must be those of an MTP head below {prefix!r}: {missing=}, {unknown=}")
-            for short, name in own.items():
-                value = tensors.read(name)
-                checks.shape(name, value, expected[short], "of an MTP head")
-                self.weights[short.replace(".", "_")].copy_(value)
+            values = {short: tensors.read(name) for short, name in own.items()}
+        for short, value in values.items():
+            checks.shape(own[short], value, expected[short], "of an MTP head")
+        self.self_attn.load_weights(source, prefix + ATTENTION)
+        for short, value in values.items():
+            self.weights[short.replace(".", "_")].copy_(value)
 
     def forward(
         self, embeddings: Tensor, hidden: Tensor, batch: StepBatch, pool: StatePool, workspace: Workspace
