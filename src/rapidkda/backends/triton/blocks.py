@@ -18,7 +18,6 @@ INTERPRETED = tl.constexpr(env.flag("TRITON_INTERPRET"))
 
 LOG_DECAY = tl.constexpr(0)  # the kinds of gate, see rapidkda.problem.Gate
 BOUNDED = tl.constexpr(1)
-SOFTPLUS = tl.constexpr(2)
 
 FLT_MAX = tl.constexpr(3.4028234e38)
 L2_EPS = tl.constexpr(1e-6)

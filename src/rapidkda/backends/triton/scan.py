@@ -142,7 +142,7 @@ def scan_kernel(
         parts = tl.load(p_table + segments + 2 + n) - first_part
         index = part - first_part
         if PASS == TRANSITIONS:
-            if (index == parts - 1) | ((index == 0) & (block * VB >= V)):
+            if ((index == 0) | (index == parts - 1)) & (block * VB >= V):
                 return
     n = n.to(tl.int64)
     length = tl.load(p_length + n * length_s)
@@ -150,6 +150,12 @@ def scan_kernel(
     count = tile_count(length, C)
     begin = count * index // parts
     end = count * (index + 1) // parts
+    starts = index == 0
+    if PASS == TRANSITIONS:
+        # Nothing follows the last part, so its carry is free to keep the initial state for the second pass, in which
+        # that part may overwrite the slot before part 0 has read it.
+        starts = starts | (index == parts - 1)
+        end = tl.where(index == parts - 1, begin, end)
     channels = tl.arange(0, K)
     rows = block * VB + tl.arange(0, VB)
 
@@ -168,18 +174,18 @@ def scan_kernel(
             write_slot = tl.load(p_write + n * write_s).to(tl.int64)
             real = real & usable(write_slot, final_rows, pad_slot)
 
-    state = tl.zeros([VB, K], tl.float32)
-    if p_initial is not None:
-        state = tl.load(
-            p_initial + _slot_offsets(read_slot, initial_s, head, rows, channels, K, V, V_FIRST),
-            mask=real & (fresh == 0) & (index == 0) & has_values,
-            other=0.0,
-        ).to(tl.float32)
     carry_offset = rows[:, None] * K + channels[None, :]
     p_carry = p_fp32 + carry_start.to(tl.int64) * 64
+    state = tl.zeros([VB, K], tl.float32)
     if PASS == RESUME:
-        before = (part - 1).to(tl.int64) * heads + head
-        state += tl.load(p_carry + before * (V * K) + carry_offset, mask=index > 0, other=0.0)
+        before = tl.where(index > 0, part - 1, part + parts - 1).to(tl.int64) * heads + head
+        state = tl.load(p_carry + before * (V * K) + carry_offset)
+    elif p_initial is not None:
+        state = tl.load(
+            p_initial + _slot_offsets(read_slot, initial_s, head, rows, channels, K, V, V_FIRST),
+            mask=real & (fresh == 0) & starts & has_values,
+            other=0.0,
+        ).to(tl.float32)
     if PASS == TRANSITIONS:
         state += tl.where((rows - V)[:, None] == channels[None, :], 1.0, 0.0)
 
