@@ -17,6 +17,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
 BOOLS = (torch.bool, torch.int32, torch.uint8)
+MIN_LOWER_BOUND = -5.0
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -114,6 +115,14 @@ def finite(name: str, value: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value!r}")
     return float(value)
+
+
+def lower_bound(value: Any) -> float:
+    """The floor of a bounded gate's log decay: at least -5, where 16 tokens of it still fit a float's range."""
+    bound = finite("lower_bound", value)
+    if not MIN_LOWER_BOUND <= bound < 0.0:
+        raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND:g}, 0), got {bound}")
+    return bound
 
 
 def integer(name: str, value: Any, minimum: int) -> int:

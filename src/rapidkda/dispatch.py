@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import env
+from . import checks, env
 from .backends.base import Backend, Request
 from .device import Device
 from .errors import BackendUnavailable, ConfigConflict
@@ -177,11 +177,13 @@ def resolve_kda_prefill_backend(
         A `Choice`; its text form says what was taken, why, and why each other backend was passed over.
 
     Raises:
-        ValueError: an unknown name (lists the names).
+        ValueError: an unknown name (lists the names), or a lower_bound outside [-5, 0).
         ConfigConflict: two sources disagree (names both).
         BackendUnavailable: the backend asked for cannot run (lists every unmet requirement).
     """
     name, source = wish(backend=backend, engine_flag=engine_flag, additional_config=additional_config)
+    if lower_bound is not None:
+        checks.lower_bound(lower_bound)
     gate: GateKind = "softplus" if lower_bound is None else "bounded"
     request = Request(
         op="prefill",

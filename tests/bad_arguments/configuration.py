@@ -19,6 +19,9 @@ bad("workspace_bytes", "sizes", "a_number", 4096, TypeError)
 bad("resolve", "engine_flag", "unknown", "fla", named="--kda-prefill-backend")
 bad("resolve", "additional_config", "unknown", {"kda_prefill_backend": "fla"}, named="additional_config")
 bad("resolve", "additional_config", "a_string", "torch", TypeError)
+for lower_bound in (0.0, -5.5, 1.0, float("nan")):
+    bad("resolve", "lower_bound", f"is_{lower_bound}", lower_bound)
+bad("resolve", "lower_bound", "a_string", "-5", TypeError)
 bad_set("resolve", "two_sources_disagree", "engine flag", {"backend": "torch", "engine_flag": "triton"})
 
 bad("prefill", "slots", "outside_the_pool", torch.tensor([3, 9]), debug=True)

@@ -416,7 +416,7 @@ def test_requests_that_cannot_ever_run_are_refused_with_both_numbers(kimi: Any) 
         with pytest.raises(kind, match=message):
             engine.add_request(prompt, params)  # type: ignore[arg-type]
     engine.add_request([1], small, request_id="a")
-    with pytest.raises(ValueError, match="request_id must not be in use, got 'a'"):
+    with pytest.raises(ValueError, match=r"request_id must not be in use, .*got 'a'"):
         engine.add_request([1], small, request_id="a")
     with pytest.raises(ValueError, match="request_id must be that of an ended request, got 'a', which has not ended"):
         engine.take_result("a")
@@ -425,6 +425,10 @@ def test_requests_that_cannot_ever_run_are_refused_with_both_numbers(kimi: Any) 
     with pytest.raises(ValueError, match="params must be one for all or one for each of 2 prompts, got 1"):
         engine.generate([[1], [2]], [small])
     assert engine.unfinished == 1
+    engine.abort("a")
+    with pytest.raises(ValueError, match="nor that of a result not yet taken, got 'a'"):
+        engine.add_request([1], small, request_id="a")
+    engine.take_result("a")
     assert not engine.abort("b")
 
 

@@ -131,8 +131,8 @@ class Engine:
             raise ValueError(refusal)
         if request_id is None:
             request_id = next(n for n in self._ids if n not in self._requests and n not in self._results)
-        elif request_id in self._requests:
-            raise ValueError(f"request_id must not be in use, got {request_id!r}")
+        elif request_id in self._requests or request_id in self._results:
+            raise ValueError(f"request_id must not be in use, nor that of a result not yet taken, got {request_id!r}")
         request = Request(
             request_id=request_id,
             prompt=tokens,

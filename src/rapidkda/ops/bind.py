@@ -16,7 +16,6 @@ from ..segments import Checkpoints, Segments
 from ..segments import check_values as check_segment_values
 
 MAX_DIM = 256
-MIN_LOWER_BOUND = -5.0
 
 
 def tokens(
@@ -89,9 +88,7 @@ def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads
             checks.finite("lower_bound", lower_bound)
         return Gate("log_decay")
     if lower_bound is not None:
-        lower_bound = checks.finite("lower_bound", lower_bound)
-        if not MIN_LOWER_BOUND <= lower_bound < 0.0:
-            raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND:g}, 0), got {lower_bound}")
+        lower_bound = checks.lower_bound(lower_bound)
     elif A_log is None:
         raise ValueError("A_log must be given when use_gate_in_kernel is True and lower_bound is None, got None")
     key_dim = g.shape[-1]
