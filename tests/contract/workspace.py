@@ -1,11 +1,13 @@
-"""Scratch memory: declared, sufficient, and all there is."""
+"""What a call costs besides its result: scratch memory, declared and sufficient, and time that follows the tokens."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
 from rapidkda import Segments, Sizes
-from rapidkda.testing import activated
+from rapidkda.testing import Inputs, activated
 
 from .cases import case
 from .guards import fail, same_bits
@@ -62,3 +64,31 @@ def nothing_else_is_allocated(target: Target) -> None:
         extra = torch.cuda.max_memory_allocated() - before
     if extra:
         fail(f"a warm call with out and workspace allocated {extra} bytes")
+
+
+@case("B94", slow_when_interpreted=True)
+def many_sequences_cost_no_more_a_token(target: Target) -> None:
+    """A token of 256 short sequences costs at most 1.15 times a token of 8: nobody scans the table from its start."""
+    gpu = target.device.type == "cuda"
+    length = 1024 if gpu else 64
+    per_token = {}
+    for count in (8, 256):
+        inputs = activated([length] * count, dtype=target.dtype, device=target.device)
+        target.prefill(inputs)
+        per_token[count] = min(_seconds(target, inputs) for _ in range(3)) / (length * count)
+    if per_token[256] > 1.15 * per_token[8]:
+        fail(f"a token costs {per_token[8]:.3g} s among 8 sequences, {per_token[256]:.3g} s among 256")
+
+
+def _seconds(target: Target, inputs: Inputs) -> float:
+    """Of one prefill: device time on a GPU, processor time elsewhere, where others may share the processor."""
+    if target.device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.prefill(inputs)
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    start = time.process_time()
+    target.prefill(inputs)
+    return time.process_time() - start

@@ -6,7 +6,7 @@ step's token axis, take strided inputs, and update pools in place.
 
 Every function raises ValueError or TypeError for a bad argument (naming it, what it got and what it takes) before
 anything is written, and `BackendUnavailable` when the backend asked for cannot run. `backend` is a name, a `Choice`
-made earlier (the hot path: nothing is resolved again), or None for `RAPIDKDA_PREFILL_BACKEND` /
+made earlier (the hot path: no source is read again), or None for `RAPIDKDA_PREFILL_BACKEND` /
 `RAPIDKDA_DECODE_BACKEND` and then `auto`.
 
 Method: Kimi Linear (arXiv 2510.26692); chunked delta rule: Yang et al. (arXiv 2406.06484), gated: arXiv 2412.06464.

@@ -107,6 +107,12 @@ def different_bits_every_run(original: Any, call: PrefillCall) -> None:
     call.out.mul_(1 + 1e-6 * (next(_runs) % 5))  # never twice the same in a row
 
 
+@wraps("prefill", caught_by=("B94",))
+def every_sequence_searches_the_whole_table(original: Any, call: PrefillCall) -> None:
+    original(call)
+    sum(range(50 * call.segments.count**2))
+
+
 @wraps("decode", caught_by=("B13",))
 def float32_state_rounded_every_step(original: Any, call: DecodeCall) -> None:
     original(call)
