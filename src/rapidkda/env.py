@@ -9,9 +9,19 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 
 
+def _read(name: str) -> str | None:
+    """`os.environ.get`, which takes a microsecond for a variable that is not set: it raises and catches twice."""
+    try:
+        if os.environ.encodekey(name) not in os.environ._data:  # type: ignore[attr-defined]
+            return None
+    except AttributeError:  # another implementation of Python, or a plain mapping in its place
+        pass
+    return os.environ.get(name)
+
+
 def flag(name: str, default: bool = False) -> bool:
     """Read a boolean variable: 1/true/yes/on or 0/false/no/off (any case)."""
-    raw = os.environ.get(name)
+    raw = _read(name)
     if raw is None:
         return default
     value = raw.strip().lower()
@@ -33,7 +43,7 @@ DECODE_BACKEND = "RAPIDKDA_DECODE_BACKEND"
 
 def backend_name(variable: str) -> str | None:
     """The backend that an environment variable asks for, or None. Names are validated by the resolver."""
-    raw = os.environ.get(variable)
+    raw = _read(variable)
     return raw.strip() if raw is not None and raw.strip() else None
 
 

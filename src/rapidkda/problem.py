@@ -1,13 +1,19 @@
 """Validated calls. The front door (`rapidkda.ops`) builds one of these per call after all checks; backends take nothing
 else, so a backend never sees a bad argument and never repeats a check.
 
+A call's `memo` is shared by all calls of its kind: those that differ from it in addresses and in values on the device
+only. Tensors have the same shapes, strides, dtypes and devices there, segments the same lengths on the host, and every
+plain value is the same. A backend keeps there, under a name of its own, what it decided from nothing else, so that the
+next call of the kind starts from it; never a tensor. Only the front door hands out shared ones: a call that is built or
+copied elsewhere starts with an empty memo.
+
 Shapes: T tokens of the step, H query/key heads, HV value heads (HV % H == 0), K key dim, V value dim, N segments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +23,8 @@ from .segments import Checkpoints, Segments
 Op = Literal["prefill", "decode", "verify", "conv", "norm"]
 OPS: tuple[Op, ...] = ("prefill", "decode", "verify", "conv", "norm")
 GateKind = Literal["log_decay", "bounded", "softplus"]
+
+Memo = dict[str, Any]
 
 CHECKPOINT_ALIGNMENT = 16  # tokens; every backend exports states at multiples of this
 
@@ -96,6 +104,7 @@ class PrefillCall:
     checkpoints: Checkpoints | None  # offsets are multiples of CHECKPOINT_ALIGNMENT
     checkpoint_pool: Tensor | None  # like `final`, any state dtype
     workspace: Tensor | None  # uint8, at least workspace_bytes(); None: the backend allocates
+    memo: Memo = field(init=False, default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +122,7 @@ class DecodeCall:
     write_slots: Tensor  # int32/int64 [N]
     state_v_first: bool
     pad_slot: int
+    memo: Memo = field(init=False, default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +146,7 @@ class VerifyCall:
     records: Tensor | None  # float32 [S, 1 + k_max, HV, 2K + V], dense per slot: k | log decay | correction u
     state_v_first: bool
     pad_slot: int
+    memo: Memo = field(init=False, default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +159,7 @@ class CommitCall:
     accepted: Tensor  # [N]
     state_v_first: bool
     pad_slot: int
+    memo: Memo = field(init=False, default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,6 +188,7 @@ class ConvCall:
     pad_slot: int
     checkpoints: Checkpoints | None
     checkpoint_pool: Tensor | None
+    memo: Memo = field(init=False, default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -188,6 +201,7 @@ class NormCall:
     eps: float
     activation: Literal["sigmoid", "silu"]
     out: Tensor  # [T, H, D]
+    memo: Memo = field(init=False, default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

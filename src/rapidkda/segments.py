@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +26,23 @@ class Segments:
         first_token: int32 [N] on the device, the first token of each segment.
         length: int32 [N] on the device, tokens in each segment; 0 is legal.
         max_length: host-side upper bound of `length` (sizes launches; exact when `host` is given).
-        host: the same (first_token, length) as int64 numpy arrays, or None when only the device knows.
+        host: the same (first_token, length) as int64 numpy arrays, or None when only the device knows. Kept as
+            read-only copies: what is decided from them holds as long as the table lives.
+        count: N.
         extent: tokens that the token axis must have at least (0 when only the device knows).
         total: tokens in all segments together, or -1 when only the device knows.
+        kind: everything above but the addresses and values on the device, hashable. Lengths take part by value, first
+            tokens by `extent` alone.
     """
 
     first_token: Tensor
     length: Tensor
     max_length: int
     host: tuple[np.ndarray, np.ndarray] | None = None
+    count: int = field(init=False)
     extent: int = field(init=False, default=0)
     total: int = field(init=False, default=-1)
+    kind: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("first_token", "length"):
@@ -45,8 +52,11 @@ class Segments:
                 raise ValueError(f"segments.{name} must have shape [N] like length, got {list(value.shape)}")
             checks.same_device(f"segments.{name}", value, self.length.device)
         checks.integer("segments.max_length", self.max_length, 0)
+        object.__setattr__(self, "count", self.length.shape[0])
+        lengths = None
         if self.host is not None:
-            first, length = self.host
+            first, length = map(_frozen, self.host)
+            object.__setattr__(self, "host", (first, length))
             if first.shape != length.shape or len(length) != self.count:
                 raise ValueError(
                     f"segments.host must hold the first token and the length of {self.count} segments, "
@@ -59,10 +69,10 @@ class Segments:
                 )
             object.__setattr__(self, "extent", int((first + length).max(initial=0)))
             object.__setattr__(self, "total", int(length.sum()))
-
-    @property
-    def count(self) -> int:
-        return self.length.shape[0]
+            lengths = length.tobytes()
+        strides = self.first_token.stride(0), self.length.stride(0)
+        kind = (self.length.device, self.count, self.max_length, self.extent, self.total, strides, lengths)
+        object.__setattr__(self, "kind", kind)
 
     @staticmethod
     def from_lengths(
@@ -107,6 +117,12 @@ class Segments:
         return self.first_token.cpu().numpy().astype(np.int64), self.length.cpu().numpy().astype(np.int64)
 
 
+def _frozen(values: np.ndarray) -> np.ndarray:
+    copy = np.array(values)
+    copy.flags.writeable = False
+    return copy
+
+
 def _host_array(name: str, values: Sequence[int]) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -142,13 +158,25 @@ class Checkpoints:
         begin: int32 [N+1] on the device; the checkpoints of segment n are begin[n] .. begin[n+1]-1.
         offset: int32 [M] on the device, tokens from the start of the segment; the state after `offset` tokens.
         slot: int32 [M] on the device, row of the checkpoint pool that receives it.
-        host: the same (begin, offset, slot) as int64 numpy arrays, or None when only the device knows.
+        host: the same (begin, offset, slot) as int64 numpy arrays, or None when only the device knows. Kept as
+            read-only copies.
+        kind: everything but the addresses and values on the device, hashable; host values take part by value.
     """
 
     begin: Tensor
     offset: Tensor
     slot: Tensor
     host: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    kind: tuple[Any, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        values = None
+        if self.host is not None:
+            begin, offset, slot = map(_frozen, self.host)
+            object.__setattr__(self, "host", (begin, offset, slot))
+            values = tuple([(part.shape, part.dtype.str, part.tobytes()) for part in (begin, offset, slot)])
+        tables = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in (self.begin, self.offset, self.slot)])
+        object.__setattr__(self, "kind", (tables, values))
 
     @staticmethod
     def build(

@@ -4,6 +4,7 @@ the host, before any backend is touched and before anything is written. Used by 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,29 +12,64 @@ import torch
 from torch import Tensor
 
 from .. import checks, env
-from ..problem import CHECKPOINT_ALIGNMENT, Gate, Tokens
+from ..problem import CHECKPOINT_ALIGNMENT, Gate, GateKind, Tokens
 from ..segments import Checkpoints, Segments
 from ..segments import check_values as check_segment_values
 
 MAX_DIM = 256
 
+Inputs = tuple[Tensor | None, ...]
 
-def tokens(
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the plain arguments of a KDA call say about its tokens."""
+
+    gate: GateKind
+    lower_bound: float | None
+    beta_logits: bool
+    beta_scale: float
+    l2norm: bool
+    scale: float
+
+    def tokens(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
+    ) -> Tokens:
+        """Checked tensors as the token-axis inputs of a call."""
+        heads, key_dim = g.shape[1:]
+        if A_log is not None:
+            A_log = _dense(A_log, (heads,))
+        if dt_bias is not None:
+            dt_bias = _dense(dt_bias, (heads, key_dim))
+        return Tokens(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            Gate(self.gate, self.lower_bound, A_log, dt_bias),
+            self.beta_logits,
+            self.beta_scale,
+            self.l2norm,
+            self.scale,
+        )
+
+
+def terms(
     q: Any,
     k: Any,
     v: Any,
     g: Any,
     beta: Any,
-    *,
+    A_log: Any,
+    dt_bias: Any,
+    lower_bound: Any,
     scale: Any,
     use_qk_l2norm_in_kernel: Any,
     use_gate_in_kernel: Any,
     use_beta_sigmoid_in_kernel: Any,
     allow_neg_eigval: Any,
-    A_log: Any,
-    dt_bias: Any,
-    lower_bound: Any,
-) -> Tokens:
+) -> Terms:
     """Check the token-axis inputs: q, k [T, H, K]; v [T, HV, V]; g [T, HV, K]; beta [T, HV]."""
     for name, value in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         checks.tensor(name, value)
@@ -62,15 +98,12 @@ def tokens(
     beta_logits = checks.boolean("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
     if checks.boolean("allow_neg_eigval", allow_neg_eigval) and not beta_logits:
         raise ValueError("allow_neg_eigval must be False unless use_beta_sigmoid_in_kernel is True, got True")
-    return Tokens(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        gate=gate(
-            checks.boolean("use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias, lower_bound, value_heads, g
-        ),
+    kind, bound = _gate(
+        checks.boolean("use_gate_in_kernel", use_gate_in_kernel), A_log, dt_bias, lower_bound, value_heads, g
+    )
+    return Terms(
+        gate=kind,
+        lower_bound=bound,
         beta_logits=beta_logits,
         beta_scale=2.0 if allow_neg_eigval else 1.0,
         l2norm=checks.boolean("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
@@ -78,15 +111,17 @@ def tokens(
     )
 
 
-def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads: int, g: Tensor) -> Gate:
-    """Check the gate's parameters and bring them into their dense float32 form."""
+def _gate(
+    use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads: int, g: Tensor
+) -> tuple[GateKind, float | None]:
+    """Check the gate's parameters; returns its kind and floor."""
     if not use_gate:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
                 raise ValueError(f"{name} must be None unless use_gate_in_kernel is True, got a value")
         if lower_bound is not None:  # how g was made: nothing here depends on it
             checks.finite("lower_bound", lower_bound)
-        return Gate("log_decay")
+        return "log_decay", None
     if lower_bound is not None:
         lower_bound = checks.lower_bound(lower_bound)
     elif A_log is None:
@@ -96,7 +131,7 @@ def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads
         checks.tensor("A_log", A_log)
         if A_log.shape not in ((value_heads,), (1, 1, value_heads, 1)):
             raise ValueError(f"A_log must have shape [HV] = [{value_heads}] or [1, 1, HV, 1], got {list(A_log.shape)}")
-        A_log = _parameter("A_log", A_log, (value_heads,), g.device)
+        _parameter("A_log", A_log, g.device)
     if dt_bias is not None:
         checks.tensor("dt_bias", dt_bias)
         if dt_bias.shape not in ((value_heads, key_dim), (value_heads * key_dim,)):
@@ -104,15 +139,19 @@ def gate(use_gate: bool, A_log: Any, dt_bias: Any, lower_bound: Any, value_heads
                 f"dt_bias must have shape [HV, K] = [{value_heads}, {key_dim}] or flat [{value_heads * key_dim}], "
                 f"got {list(dt_bias.shape)}"
             )
-        dt_bias = _parameter("dt_bias", dt_bias, (value_heads, key_dim), g.device)
-    return Gate("softplus" if lower_bound is None else "bounded", lower_bound, A_log, dt_bias)
+        _parameter("dt_bias", dt_bias, g.device)
+    return "softplus" if lower_bound is None else "bounded", lower_bound
 
 
-def _parameter(name: str, value: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _parameter(name: str, value: Tensor, device: torch.device) -> None:
     checks.same_device(name, value, device)
-    if value.dtype == torch.float32 and value.shape == shape and value.is_contiguous():
-        return value
     checks.dtype(name, value, checks.FLOATS)
+
+
+def _dense(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A parameter of the gate in dense float32: itself if it is that already."""
+    if value.dtype is torch.float32 and value.shape == shape and value.is_contiguous():
+        return value
     return value.reshape(shape).float().contiguous()
 
 
@@ -263,35 +302,30 @@ def accepted(value: object, count: int, most: int, device: torch.device) -> Tens
     return result
 
 
-def output(
-    value: Tensor | None,
-    shape: tuple[int, ...],
-    meaning: str,
-    like: Tensor,
-    covered: bool,
-    inputs: tuple[Tensor | None, ...],
-) -> Tensor:
-    """Check or allocate an output. Rows that no segment covers are zero when the output is allocated here.
-
-    `inputs` are the tensors that it must not be; in debug mode, none whose memory it may share.
-    """
-    if value is None:
-        return (torch.empty if covered else torch.zeros)(shape, dtype=like.dtype, device=like.device)
-    value = checks.tensor("out", value)
+def output(value: Tensor, shape: tuple[int, ...], meaning: str, like: Tensor, inputs: Inputs) -> None:
+    """Check an output that the caller gives. `inputs` are the tensors that it must not be."""
+    checks.tensor("out", value)
     checks.dtype("out", value, (like.dtype,))
     checks.shape("out", value, shape, meaning)
     checks.same_device("out", value, like.device)
     checks.dense_last("out", value)
     checks.no_self_overlap("out", value)
-    debug = env.check_device_values()
-    for tensor in inputs:
-        if tensor is None or not value.numel():
-            continue
-        if value.data_ptr() == tensor.data_ptr():
+    apart(value, inputs)
+    if env.check_device_values() and any(x is not None and checks.share_memory(value, x) for x in inputs):
+        raise ValueError("out must not lie in the memory of an input, got a tensor that shares some of it")
+
+
+def apart(out: Tensor, inputs: Inputs) -> None:
+    """Check that an output is none of the inputs. What no metadata says, so known kinds of calls pass here too."""
+    address = out.data_ptr()
+    for x in inputs:
+        if x is not None and x.data_ptr() == address and out.numel():
             raise ValueError("out must not be one of the inputs, got a tensor that starts at the same address")
-        if debug and checks.share_memory(value, tensor):
-            raise ValueError("out must not lie in the memory of an input, got a tensor that shares some of it")
-    return value
+
+
+def new_output(like: Tensor, covered: bool) -> Tensor:
+    """Allocate an output. Rows that no segment covers are zero."""
+    return (torch.empty if covered else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
 
 
 def covers(segments: Segments, tokens: int) -> bool:
@@ -372,9 +406,15 @@ def workspace(value: object, needed: int, device: torch.device) -> Tensor | None
     if value.shape[0] < needed:
         raise ValueError(f"workspace must have at least {needed} bytes for this call, got {value.shape[0]}")
     checks.dense_inner("workspace", value, leading=0)
-    if value.data_ptr() % 256:
-        raise ValueError(f"workspace must be 256-byte aligned, got an address that is {value.data_ptr() % 256} past")
+    aligned(value)
     return value
+
+
+def aligned(workspace: Tensor) -> None:
+    """Check a workspace's address."""
+    past = workspace.data_ptr() % 256
+    if past:
+        raise ValueError(f"workspace must be 256-byte aligned, got an address that is {past} past")
 
 
 def records(value: object, rows: int, inner: tuple[int, int], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from ..backends.base import Request
 from ..device import Device
 from ..problem import ConvCall, NormCall
 from ..segments import Checkpoints, Segments
-from . import bind
+from . import bind, kinds
 from .choose import BackendLike, resolved
 
 
@@ -54,84 +54,101 @@ def causal_conv(
     Returns:
         `out`.
     """
-    checks.tensor("x", x)
-    if x.ndim != 2:
-        raise ValueError(f"x must have shape [T, C], got {list(x.shape)}")
-    checks.dtype("x", x, checks.FLOATS)
-    checks.dense_last("x", x)
-    checks.tensor("weight", weight)
-    checks.shape("weight", weight, (x.shape[1], None), "[C, W]")
-    checks.dtype("weight", weight, checks.FLOATS)
-    checks.same_device("weight", weight, x.device)
-    width = weight.shape[1]
-    if not 2 <= width <= 8:
-        raise ValueError(f"weight must have a width W of 2 to 8, got {width}")
-    if bias is not None:
-        checks.tensor("bias", bias)
-        checks.shape("bias", bias, (x.shape[1],), "[C]")
-        checks.dtype("bias", bias, checks.FLOATS)
-        checks.same_device("bias", bias, x.device)
-    checks.choice("activation", activation, ("silu", None))
-    checks.boolean("channels_last", channels_last)
-    checks.boolean("keep_all", keep_all)
-    segments = bind.segment_table(segments, x.shape[0], x.device)
-    pad_slot = bind.pad_marker(pad_slot)
-    if state is None:
-        given = {
-            "slots": slots,
-            "read_slots": read_slots,
-            "has_initial_state": has_initial_state,
-            "accepted": accepted,
-        }
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"{name} must be None without a state pool, got a tensor")
-        if keep_all:
-            raise ValueError("keep_all must be False without a state pool, got True")
-    else:
-        bind.conv_pool("state", state, x, width, channels_last)
-        if slots is None:
-            raise ValueError("slots must be given with a state pool, got None")
-        bind.slots("slots", slots, (segments.count,), "[N]", x.device)
-        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        if read_slots is not None:
-            bind.slots("read_slots", read_slots, (segments.count,), "[N]", x.device)
-            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
-            bind.read_before_write(read_slots, slots, pad_slot)
-        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
-        most = state.shape[1 if channels_last else 2] - width + 2
-        if accepted is not None:
-            bind.accepted(accepted, segments.count, most, x.device)
-        if keep_all and segments.max_length > most:
-            raise ValueError(
-                f"segments must have at most {most} tokens each with keep_all (state length - W + 2), "
-                f"got {segments.max_length}"
-            )
-    if checkpoint_pool is not None:
-        bind.conv_pool("checkpoint_pool", checkpoint_pool, x, width, channels_last)
-    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
-    out = bind.output(out, tuple(x.shape), "[T, C]", x, bind.covers(segments, x.shape[0]), (x, state))
-    request = Request("conv", Device.of(x.device), x.dtype, state_dtype=x.dtype if state is None else state.dtype)
-    resolved(request, backend, env.DECODE_BACKEND).conv(
-        ConvCall(
-            x=x,
-            weight=weight,
-            bias=bias,
-            out=out,
-            segments=segments,
-            pool=state,
-            channels_last=channels_last,
-            read_slots=slots if read_slots is None else read_slots,
-            write_slots=slots,
-            has_initial_state=has_initial_state,
-            accepted=accepted,
-            keep_all=keep_all,
-            silu=activation == "silu",
-            pad_slot=pad_slot,
-            checkpoints=checkpoints,
-            checkpoint_pool=checkpoint_pool,
-        )
+    key, kind = kinds.find(
+        "conv",
+        backend,
+        env.DECODE_BACKEND,
+        segments,
+        checkpoints,
+        (x, weight, bias, state, slots, read_slots, has_initial_state, accepted, out, checkpoint_pool),
+        (keep_all, activation, channels_last, pad_slot),
     )
+    if kind is None:
+        checks.tensor("x", x)
+        if x.ndim != 2:
+            raise ValueError(f"x must have shape [T, C], got {list(x.shape)}")
+        checks.dtype("x", x, checks.FLOATS)
+        checks.dense_last("x", x)
+        checks.tensor("weight", weight)
+        checks.shape("weight", weight, (x.shape[1], None), "[C, W]")
+        checks.dtype("weight", weight, checks.FLOATS)
+        checks.same_device("weight", weight, x.device)
+        width = weight.shape[1]
+        if not 2 <= width <= 8:
+            raise ValueError(f"weight must have a width W of 2 to 8, got {width}")
+        if bias is not None:
+            checks.tensor("bias", bias)
+            checks.shape("bias", bias, (x.shape[1],), "[C]")
+            checks.dtype("bias", bias, checks.FLOATS)
+            checks.same_device("bias", bias, x.device)
+        checks.choice("activation", activation, ("silu", None))
+        checks.boolean("channels_last", channels_last)
+        checks.boolean("keep_all", keep_all)
+        segments = bind.segment_table(segments, x.shape[0], x.device)
+        pad_slot = bind.pad_marker(pad_slot)
+        if state is None:
+            given = {
+                "slots": slots,
+                "read_slots": read_slots,
+                "has_initial_state": has_initial_state,
+                "accepted": accepted,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(f"{name} must be None without a state pool, got a tensor")
+            if keep_all:
+                raise ValueError("keep_all must be False without a state pool, got True")
+        else:
+            bind.conv_pool("state", state, x, width, channels_last)
+            if slots is None:
+                raise ValueError("slots must be given with a state pool, got None")
+            bind.slots("slots", slots, (segments.count,), "[N]", x.device)
+            bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+            if read_slots is not None:
+                bind.slots("read_slots", read_slots, (segments.count,), "[N]", x.device)
+                bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+                bind.read_before_write(read_slots, slots, pad_slot)
+            has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
+            most = state.shape[1 if channels_last else 2] - width + 2
+            if accepted is not None:
+                bind.accepted(accepted, segments.count, most, x.device)
+            if keep_all and segments.max_length > most:
+                raise ValueError(
+                    f"segments must have at most {most} tokens each with keep_all (state length - W + 2), "
+                    f"got {segments.max_length}"
+                )
+        if checkpoint_pool is not None:
+            bind.conv_pool("checkpoint_pool", checkpoint_pool, x, width, channels_last)
+        checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
+        if out is not None:
+            bind.output(out, tuple(x.shape), "[T, C]", x, (x, state))
+        request = Request("conv", Device.of(x.device), x.dtype, state_dtype=x.dtype if state is None else state.dtype)
+        chosen = resolved(request, backend, env.DECODE_BACKEND)
+        kind = kinds.keep(key, kinds.Kind(chosen, covered=bind.covers(segments, x.shape[0])))
+    elif out is not None:
+        bind.apart(out, (x, state))
+    if out is None:
+        out = bind.new_output(x, kind.covered)
+    call = ConvCall(
+        x=x,
+        weight=weight,
+        bias=bias,
+        out=out,
+        segments=segments,
+        pool=state,
+        channels_last=channels_last,
+        read_slots=slots if read_slots is None else read_slots,
+        write_slots=slots,
+        has_initial_state=has_initial_state,
+        accepted=accepted,
+        keep_all=keep_all,
+        silu=activation == "silu",
+        pad_slot=pad_slot,
+        checkpoints=checkpoints,
+        checkpoint_pool=checkpoint_pool,
+    )
+    call.memo = kind.memo
+    kind.backend.conv(call)
     return out
 
 
@@ -157,23 +174,33 @@ def gated_rms_norm(
     Returns:
         `out`.
     """
-    checks.tensor("x", x)
-    checks.tensor("z", z)
-    checks.tensor("weight", weight)
-    if x.ndim != 3:
-        raise ValueError(f"x must have shape [T, H, D], got {list(x.shape)}")
-    checks.dtype("x", x, checks.FLOATS)
-    checks.shape("z", z, tuple(x.shape), "[T, H, D]")
-    checks.dtype("z", z, checks.FLOATS)
-    checks.shape("weight", weight, (x.shape[2],), "[D]")
-    checks.dtype("weight", weight, checks.FLOATS)
-    for name, value in (("x", x), ("z", z), ("weight", weight)):
-        checks.dense_last(name, value)
-        checks.same_device(name, value, x.device)
-    if checks.finite("eps", eps) <= 0:
-        raise ValueError(f"eps must be positive, got {eps}")
-    checks.choice("activation", activation, ("sigmoid", "silu"))
-    out = bind.output(out, tuple(x.shape), "[T, H, D]", x, True, (z,))
-    request = Request("norm", Device.of(x.device), x.dtype, key_dim=x.shape[2], value_dim=x.shape[2])
-    resolved(request, backend, env.DECODE_BACKEND).norm(NormCall(x, z, weight, float(eps), activation, out))
+    key, kind = kinds.find("norm", backend, env.DECODE_BACKEND, None, None, (x, z, weight, out), (eps, activation))
+    if kind is None:
+        checks.tensor("x", x)
+        checks.tensor("z", z)
+        checks.tensor("weight", weight)
+        if x.ndim != 3:
+            raise ValueError(f"x must have shape [T, H, D], got {list(x.shape)}")
+        checks.dtype("x", x, checks.FLOATS)
+        checks.shape("z", z, tuple(x.shape), "[T, H, D]")
+        checks.dtype("z", z, checks.FLOATS)
+        checks.shape("weight", weight, (x.shape[2],), "[D]")
+        checks.dtype("weight", weight, checks.FLOATS)
+        for name, value in (("x", x), ("z", z), ("weight", weight)):
+            checks.dense_last(name, value)
+            checks.same_device(name, value, x.device)
+        if checks.finite("eps", eps) <= 0:
+            raise ValueError(f"eps must be positive, got {eps}")
+        checks.choice("activation", activation, ("sigmoid", "silu"))
+        if out is not None:
+            bind.output(out, tuple(x.shape), "[T, H, D]", x, (z,))
+        request = Request("norm", Device.of(x.device), x.dtype, key_dim=x.shape[2], value_dim=x.shape[2])
+        kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
+    elif out is not None:
+        bind.apart(out, (z,))
+    if out is None:
+        out = bind.new_output(x, covered=True)
+    call = NormCall(x, z, weight, float(eps), activation, out)
+    call.memo = kind.memo
+    kind.backend.norm(call)
     return out

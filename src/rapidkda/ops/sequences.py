@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, env
 from ..backends.base import DifferentiableBackend
 from ..problem import DecodeCall, PrefillCall, Tokens
 from ..segments import Checkpoints, Segments
-from . import bind
+from . import bind, kinds, tables
 from .choose import BackendLike, choose
+
+Flat = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g and beta on one token axis
+Parameters = tuple[Tensor | None, Tensor | None]  # A_log and dt_bias
 
 
 def chunk_kda(
@@ -94,20 +97,18 @@ def chunk_kda(
             raise ValueError(
                 f"max_num_seqs must be the {sequences.segments.count} sequences of cu_seqlens, got {max_num_seqs}"
             )
-    tokens = bind.tokens(
-        *sequences.flat,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
+    options = (
+        lower_bound,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
     return _whole_sequences(
         sequences,
-        tokens,
+        (A_log, dt_bias),
+        options,
         initial_state,
         checks.boolean("output_final_state", output_final_state),
         chunk_size if checks.boolean("return_intermediate_states", return_intermediate_states) else None,
@@ -146,28 +147,26 @@ def fused_recurrent_kda(
     """
     state_v_first = _state_layout(state_v_first, transpose_state_layout)
     sequences = _Sequences.bind(q, k, v, g, beta, cu_seqlens, cu_seqlens_cpu)
-    tokens = bind.tokens(
-        *sequences.flat,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
+    options = (
+        lower_bound,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
     keep_final = checks.boolean("output_final_state", output_final_state)
-    if sequences.segments.max_length <= 1 and not _wants_grad(tokens, initial_state):
-        return _one_token_sequences(sequences, tokens, initial_state, keep_final, state_v_first, backend)
-    out, final, *_ = _whole_sequences(sequences, tokens, initial_state, keep_final, None, state_v_first, backend)
+    gate = (A_log, dt_bias)
+    if sequences.segments.max_length <= 1 and not _wants_grad(sequences.flat, gate, initial_state):
+        return _one_token_sequences(sequences, gate, options, initial_state, keep_final, state_v_first, backend)
+    out, final, *_ = _whole_sequences(sequences, gate, options, initial_state, keep_final, None, state_v_first, backend)
     return out, final
 
 
 class _Sequences:
     """Batched [B, T, ...] or packed [1, T, ...] arguments as one token axis and its segments."""
 
-    def __init__(self, flat: tuple[Tensor, ...], segments: Segments, batch_shape: tuple[int, int]):
+    def __init__(self, flat: Flat, segments: Segments, batch_shape: tuple[int, int]):
         self.flat = flat
         self.segments = segments
         self.batch_shape = batch_shape
@@ -190,10 +189,10 @@ class _Sequences:
         elif cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu must be None without cu_seqlens, got a tensor")
         else:
-            segments = Segments.equal(batch, length, q.device)
+            segments = tables.equal(batch, length, q.device)
         # flatten() is a view for one sequence and for dense batches; a batch of strided slices is copied once
-        flat = tuple(_dense_last(x.flatten(0, 1)) for x in (q, k, v, g, beta))
-        return _Sequences(flat, segments, (batch, length))
+        q, k, v, g, beta = [_dense_last(x.flatten(0, 1)) for x in (q, k, v, g, beta)]
+        return _Sequences((q, k, v, g, beta), segments, (batch, length))
 
 
 def _dense_last(x: Tensor) -> Tensor:
@@ -202,46 +201,61 @@ def _dense_last(x: Tensor) -> Tensor:
 
 def _whole_sequences(
     sequences: _Sequences,
-    tokens: Tokens,
+    gate: Parameters,
+    options: tuple[Any, ...],
     initial: Tensor | None,
     keep_final: bool,
     intermediate_tokens: int | None,
     state_v_first: bool,
     backend: BackendLike,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    segments = sequences.segments
-    bind.gate_values(tokens, segments)
-    initial = _initial_state(initial, tokens, segments, state_v_first)
-    if _wants_grad(tokens, initial):
-        if intermediate_tokens is not None:
-            raise ValueError("return_intermediate_states must be False where gradients are needed, got True")
-        chosen = choose("prefill", tokens, initial, backend, requires_grad=True)
-        if not isinstance(chosen, DifferentiableBackend):
-            raise TypeError(f"backend {chosen.name!r} says that it differentiates, but has no forward()")
-        outputs, states = chosen.forward(tokens, segments, initial, state_v_first)
-        return outputs.unflatten(0, sequences.batch_shape), states if keep_final else None
-    out = bind.output(None, tuple(tokens.v.shape), "[T, HV, V]", tokens.v, bind.covers(segments, tokens.count), ())
+    """`options` are the plain arguments that `bind.terms` takes last."""
+    segments, flat = sequences.segments, sequences.flat
+    if _wants_grad(flat, gate, initial):
+        return _differentiated(
+            sequences, gate, options, initial, keep_final, intermediate_tokens, state_v_first, backend
+        )
+    initial = _dense_slots(initial)
+    key, kind = kinds.find(
+        "sequences",
+        backend,
+        env.PREFILL_BACKEND,
+        segments,
+        None,
+        (*flat, *gate, initial),
+        (*options, keep_final, intermediate_tokens, state_v_first),
+    )
+    if kind is None:
+        terms = bind.terms(*flat, *gate, *options)
+        tokens = terms.tokens(*flat, *gate)
+        bind.gate_values(tokens, segments)
+        _check_initial_state(initial, tokens, segments, state_v_first)
+        chosen = choose("prefill", tokens, initial, backend, intermediate_tokens is not None)
+        kind = kinds.keep(key, kinds.Kind(chosen, terms, bind.covers(segments, tokens.count)))
+    else:
+        tokens = kind.tokens(*flat, *gate)
+    out = bind.new_output(tokens.v, kind.covered)
     final = _state_like(tokens, segments.count, initial, state_v_first) if keep_final else None
     checkpoints, intermediate = None, None
     if intermediate_tokens is not None:
         checkpoints, intermediate = _intermediate_states(tokens, segments, initial, state_v_first, intermediate_tokens)
-    choose("prefill", tokens, initial, backend, checkpoints is not None).prefill(
-        PrefillCall(
-            tokens=tokens,
-            segments=segments,
-            out=out,
-            initial=initial,
-            final=final,
-            read_slots=None,
-            write_slots=None,
-            has_initial_state=None,
-            state_v_first=state_v_first,
-            pad_slot=-1,
-            checkpoints=checkpoints,
-            checkpoint_pool=intermediate,
-            workspace=None,
-        )
+    call = PrefillCall(
+        tokens=tokens,
+        segments=segments,
+        out=out,
+        initial=initial,
+        final=final,
+        read_slots=None,
+        write_slots=None,
+        has_initial_state=None,
+        state_v_first=state_v_first,
+        pad_slot=-1,
+        checkpoints=checkpoints,
+        checkpoint_pool=intermediate,
+        workspace=None,
     )
+    call.memo = kind.memo
+    kind.backend.prefill(call)
     shaped = out.unflatten(0, sequences.batch_shape)
     if intermediate is None or intermediate_tokens is None:
         return shaped, final
@@ -250,34 +264,81 @@ def _whole_sequences(
     return shaped, final, intermediate.to(tokens.k.dtype).unflatten(0, (batch, count))
 
 
+def _differentiated(
+    sequences: _Sequences,
+    gate: Parameters,
+    options: tuple[Any, ...],
+    initial: Tensor | None,
+    keep_final: bool,
+    intermediate_tokens: int | None,
+    state_v_first: bool,
+    backend: BackendLike,
+) -> tuple[Tensor, Tensor | None]:
+    """The same where autograd records; arguments as in `_whole_sequences`."""
+    segments = sequences.segments
+    tokens = bind.terms(*sequences.flat, *gate, *options).tokens(*sequences.flat, *gate)
+    bind.gate_values(tokens, segments)
+    initial = _dense_slots(initial)
+    _check_initial_state(initial, tokens, segments, state_v_first)
+    if intermediate_tokens is not None:
+        raise ValueError("return_intermediate_states must be False where gradients are needed, got True")
+    chosen = choose("prefill", tokens, initial, backend, requires_grad=True)
+    if not isinstance(chosen, DifferentiableBackend):
+        raise TypeError(f"backend {chosen.name!r} says that it differentiates, but has no forward()")
+    outputs, states = chosen.forward(tokens, segments, initial, state_v_first)
+    return outputs.unflatten(0, sequences.batch_shape), states if keep_final else None
+
+
 def _one_token_sequences(
     sequences: _Sequences,
-    tokens: Tokens,
+    gate: Parameters,
+    options: tuple[Any, ...],
     initial: Tensor | None,
     keep_final: bool,
     state_v_first: bool,
     backend: BackendLike,
 ) -> tuple[Tensor, Tensor | None]:
-    segments = sequences.segments
-    bind.gate_values(tokens, segments)
-    initial = _initial_state(initial, tokens, segments, state_v_first)
-    pool = _state_like(tokens, segments.count, initial, state_v_first)  # the caller's state is not modified
-    _ = pool.zero_() if initial is None else pool.copy_(initial)
-    out = bind.output(None, tuple(tokens.v.shape), "[T, HV, V]", tokens.v, bind.covers(segments, tokens.count), ())
-    rows = torch.arange(segments.count, dtype=torch.int32, device=pool.device)
-    choose("decode", tokens, pool, backend).decode(
-        DecodeCall(tokens, segments, out, pool, rows, rows, state_v_first, -1)
+    segments, flat = sequences.segments, sequences.flat
+    initial = _dense_slots(initial)
+    key, kind = kinds.find(
+        "one-token sequences",
+        backend,
+        env.DECODE_BACKEND,
+        segments,
+        None,
+        (*flat, *gate, initial),
+        (*options, keep_final, state_v_first),
     )
+    if kind is None:
+        terms = bind.terms(*flat, *gate, *options)
+        tokens = terms.tokens(*flat, *gate)
+        bind.gate_values(tokens, segments)
+        _check_initial_state(initial, tokens, segments, state_v_first)
+        pool = _state_like(tokens, segments.count, initial, state_v_first)
+        chosen = choose("decode", tokens, pool, backend)
+        kind = kinds.keep(key, kinds.Kind(chosen, terms, bind.covers(segments, tokens.count)))
+    else:
+        tokens = kind.tokens(*flat, *gate)
+        pool = _state_like(tokens, segments.count, initial, state_v_first)
+    _ = pool.zero_() if initial is None else pool.copy_(initial)  # the caller's state is not modified
+    out = bind.new_output(tokens.v, kind.covered)
+    rows = torch.arange(segments.count, dtype=torch.int32, device=pool.device)
+    call = DecodeCall(tokens, segments, out, pool, rows, rows, state_v_first, -1)
+    call.memo = kind.memo
+    kind.backend.decode(call)
     return out.unflatten(0, sequences.batch_shape), pool if keep_final else None
 
 
-def _initial_state(initial: Tensor | None, tokens: Tokens, segments: Segments, state_v_first: bool) -> Tensor | None:
-    if initial is None:
-        return None
-    checks.tensor("initial_state", initial)
-    if initial.ndim == 4 and not initial[:1].is_contiguous():
-        initial = initial.contiguous()  # read only, so a copy loses nothing
-    return bind.pool("initial_state", initial, tokens, state_v_first, rows=segments.count, written=False)
+def _dense_slots(initial: Any) -> Any:
+    """An initial state with dense slots: it is read only, so a copy loses nothing."""
+    if isinstance(initial, Tensor) and initial.ndim == 4 and not initial.is_contiguous():
+        return initial if initial[:1].is_contiguous() else initial.contiguous()
+    return initial
+
+
+def _check_initial_state(initial: Tensor | None, tokens: Tokens, segments: Segments, state_v_first: bool) -> None:
+    if initial is not None:
+        bind.pool("initial_state", initial, tokens, state_v_first, rows=segments.count, written=False)
 
 
 def _state_like(tokens: Tokens, rows: int, initial: Tensor | None, state_v_first: bool) -> Tensor:
@@ -310,12 +371,10 @@ def _intermediate_states(
     return Checkpoints.build(entries, segments.count, states.device), states
 
 
-def _wants_grad(tokens: Tokens, initial: Tensor | None) -> bool:
+def _wants_grad(flat: Flat, gate: Parameters, initial: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
-    gate = tokens.gate
-    inputs = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, gate.A_log, gate.dt_bias, initial)
-    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return any(isinstance(x, Tensor) and x.requires_grad for x in (*flat, *gate, initial))
 
 
 def _state_layout(state_v_first: Any, transpose_state_layout: Any) -> bool:

@@ -13,7 +13,7 @@ from ..backends.base import Request
 from ..device import Device
 from ..problem import CommitCall, DecodeCall, PrefillCall, VerifyCall
 from ..segments import Checkpoints, Segments
-from . import bind
+from . import bind, kinds, tables
 from .choose import BackendLike, choose, resolved, workspace_needed
 
 
@@ -69,66 +69,81 @@ def prefill(
     Returns:
         `out`.
     """
-    tokens = bind.tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
+    inputs = (q, k, v, g, beta, state)
+    options = (
+        lower_bound,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
-    device = q.device
-    checks.boolean("state_v_first", state_v_first)
-    segments = bind.segment_table(segments, tokens.count, device)
-    pad_slot = bind.pad_marker(pad_slot)
-    if state is None:
-        for name, value in (("slots", slots), ("read_slots", read_slots), ("has_initial_state", has_initial_state)):
-            if value is not None:
-                raise ValueError(f"{name} must be None without a state pool, got a tensor")
+    key, kind = kinds.find(
+        "prefill",
+        backend,
+        env.PREFILL_BACKEND,
+        segments,
+        checkpoints,
+        (*inputs, A_log, dt_bias, slots, read_slots, has_initial_state, out, checkpoint_pool, workspace),
+        (*options, state_v_first, pad_slot),
+    )
+    if kind is None:
+        terms = bind.terms(q, k, v, g, beta, A_log, dt_bias, *options)
+        tokens = terms.tokens(q, k, v, g, beta, A_log, dt_bias)
+        device = q.device
+        checks.boolean("state_v_first", state_v_first)
+        segments = bind.segment_table(segments, tokens.count, device)
+        pad_slot = bind.pad_marker(pad_slot)
+        if state is None:
+            for name, value in (("slots", slots), ("read_slots", read_slots), ("has_initial_state", has_initial_state)):
+                if value is not None:
+                    raise ValueError(f"{name} must be None without a state pool, got a tensor")
+        else:
+            bind.pool("state", state, tokens, state_v_first)
+            if slots is None:
+                raise ValueError("slots must be given with a state pool, got None")
+            bind.slots("slots", slots, (segments.count,), "[N]", device)
+            bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+            if read_slots is not None:
+                bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
+                bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+                bind.read_before_write(read_slots, slots, pad_slot)
+            has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
+        if checkpoint_pool is not None:
+            bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
+        checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
+        bind.gate_values(tokens, segments)
+        covered = bind.covers(segments, tokens.count)
+        if out is not None:
+            bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)
+        chosen = choose("prefill", tokens, state, backend, checkpoints is not None)
+        bind.workspace(workspace, workspace_needed(chosen, "prefill", tokens, segments), device)
+        kind = kinds.keep(key, kinds.Kind(chosen, terms, covered))
     else:
-        bind.pool("state", state, tokens, state_v_first)
-        if slots is None:
-            raise ValueError("slots must be given with a state pool, got None")
-        bind.slots("slots", slots, (segments.count,), "[N]", device)
-        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        if read_slots is not None:
-            bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
-            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
-            bind.read_before_write(read_slots, slots, pad_slot)
-        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
-    if checkpoint_pool is not None:
-        bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
-    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
-    bind.gate_values(tokens, segments)
-    out = bind.output(
-        out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta, state)
+        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
+        if out is not None:
+            bind.apart(out, inputs)
+        if workspace is not None:
+            bind.aligned(workspace)
+    if out is None:
+        out = bind.new_output(v, kind.covered)
+    call = PrefillCall(
+        tokens=tokens,
+        segments=segments,
+        out=out,
+        initial=state,
+        final=state,
+        read_slots=slots if read_slots is None else read_slots,
+        write_slots=slots,
+        has_initial_state=has_initial_state,
+        state_v_first=state_v_first,
+        pad_slot=pad_slot,
+        checkpoints=checkpoints,
+        checkpoint_pool=checkpoint_pool,
+        workspace=workspace,
     )
-    chosen = choose("prefill", tokens, state, backend, checkpoints is not None)
-    workspace = bind.workspace(workspace, workspace_needed(chosen, "prefill", tokens, segments), device)
-    chosen.prefill(
-        PrefillCall(
-            tokens=tokens,
-            segments=segments,
-            out=out,
-            initial=state,
-            final=state,
-            read_slots=slots if read_slots is None else read_slots,
-            write_slots=slots,
-            has_initial_state=has_initial_state,
-            state_v_first=state_v_first,
-            pad_slot=pad_slot,
-            checkpoints=checkpoints,
-            checkpoint_pool=checkpoint_pool,
-            workspace=workspace,
-        )
-    )
+    call.memo = kind.memo
+    kind.backend.prefill(call)
     return out
 
 
@@ -161,51 +176,66 @@ def decode(
     Arguments as in `prefill`. Without `segments`, row n of the inputs is request n; with it, request n is the token
     `segments.first_token[n]` (lengths of at most 1). Returns `out` [T, HV, V].
     """
-    tokens = bind.tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
+    inputs = (q, k, v, g, beta, state)
+    options = (
+        lower_bound,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
-    device = q.device
-    checks.boolean("state_v_first", state_v_first)
-    if segments is None:
-        segments = Segments.equal(tokens.count, 1, device)
+    key, kind = kinds.find(
+        "decode",
+        backend,
+        env.DECODE_BACKEND,
+        segments,
+        None,
+        (*inputs, A_log, dt_bias, slots, read_slots, out),
+        (*options, state_v_first, pad_slot),
+    )
+    if kind is None:
+        terms = bind.terms(q, k, v, g, beta, A_log, dt_bias, *options)
+        tokens = terms.tokens(q, k, v, g, beta, A_log, dt_bias)
+        device = q.device
+        checks.boolean("state_v_first", state_v_first)
+        if segments is None:
+            segments = tables.equal(tokens.count, 1, device)
+        else:
+            segments = bind.segment_table(segments, tokens.count, device, max_length=1)
+        pad_slot = bind.pad_marker(pad_slot)
+        bind.pool("state", state, tokens, state_v_first)
+        bind.slots("slots", slots, (segments.count,), "[N]", device)
+        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        if read_slots is not None:
+            bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
+            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+            bind.read_before_write(read_slots, slots, pad_slot)
+        bind.gate_values(tokens, segments)
+        covered = bind.covers(segments, tokens.count)
+        if out is not None:
+            bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)
+        kind = kinds.keep(key, kinds.Kind(choose("decode", tokens, state, backend), terms, covered))
     else:
-        segments = bind.segment_table(segments, tokens.count, device, max_length=1)
-    pad_slot = bind.pad_marker(pad_slot)
-    bind.pool("state", state, tokens, state_v_first)
-    bind.slots("slots", slots, (segments.count,), "[N]", device)
-    bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-    if read_slots is not None:
-        bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
-        bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
-        bind.read_before_write(read_slots, slots, pad_slot)
-    bind.gate_values(tokens, segments)
-    out = bind.output(
-        out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta, state)
+        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
+        if segments is None:
+            segments = tables.equal(q.shape[0], 1, q.device)
+        if out is not None:
+            bind.apart(out, inputs)
+    if out is None:
+        out = bind.new_output(v, kind.covered)
+    call = DecodeCall(
+        tokens=tokens,
+        segments=segments,
+        out=out,
+        pool=state,
+        read_slots=slots if read_slots is None else read_slots,
+        write_slots=slots,
+        state_v_first=state_v_first,
+        pad_slot=pad_slot,
     )
-    choose("decode", tokens, state, backend).decode(
-        DecodeCall(
-            tokens=tokens,
-            segments=segments,
-            out=out,
-            pool=state,
-            read_slots=slots if read_slots is None else read_slots,
-            write_slots=slots,
-            state_v_first=state_v_first,
-            pad_slot=pad_slot,
-        )
-    )
+    call.memo = kind.memo
+    kind.backend.decode(call)
     return out
 
 
@@ -248,57 +278,70 @@ def verify(
 
     Other arguments as in `prefill`. Returns `out` [T, HV, V].
     """
-    tokens = bind.tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
+    inputs = (q, k, v, g, beta, state)
+    options = (
+        lower_bound,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
-    device = q.device
-    checks.boolean("state_v_first", state_v_first)
-    pad_slot = bind.pad_marker(pad_slot)
-    bind.pool("state", state, tokens, state_v_first)
-    if records is None:
-        checks.tensor("slots", slots)
-        if slots.ndim != 2 or slots.shape[1] < 1:
-            raise ValueError(f"slots must have shape [N, 1 + k_max] without records, got {list(slots.shape)}")
-        most = slots.shape[1]
+    key, kind = kinds.find(
+        "verify",
+        backend,
+        env.DECODE_BACKEND,
+        segments,
+        None,
+        (*inputs, A_log, dt_bias, slots, accepted, records, out),
+        (*options, state_v_first, pad_slot),
+    )
+    if kind is None:
+        terms = bind.terms(q, k, v, g, beta, A_log, dt_bias, *options)
+        tokens = terms.tokens(q, k, v, g, beta, A_log, dt_bias)
+        device = q.device
+        checks.boolean("state_v_first", state_v_first)
+        pad_slot = bind.pad_marker(pad_slot)
+        bind.pool("state", state, tokens, state_v_first)
+        if records is None:
+            checks.tensor("slots", slots)
+            if slots.ndim != 2 or slots.shape[1] < 1:
+                raise ValueError(f"slots must have shape [N, 1 + k_max] without records, got {list(slots.shape)}")
+            most = slots.shape[1]
+        else:
+            inner = (tokens.value_heads, 2 * tokens.key_dim + tokens.value_dim)
+            most = bind.records(records, state.shape[0], inner, device).shape[1]
+        segments = bind.segment_table(segments, tokens.count, device, max_length=most)
+        if records is None:
+            bind.slots("slots", slots, (segments.count, most), "[N, 1 + k_max]", device)
+        else:
+            bind.slots("slots", slots, (segments.count,), "[N]", device)
+        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        bind.accepted(accepted, segments.count, most, device)
+        bind.gate_values(tokens, segments)
+        covered = bind.covers(segments, tokens.count)
+        if out is not None:
+            bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)
+        kind = kinds.keep(key, kinds.Kind(choose("verify", tokens, state, backend), terms, covered))
     else:
-        inner = (tokens.value_heads, 2 * tokens.key_dim + tokens.value_dim)
-        most = bind.records(records, state.shape[0], inner, device).shape[1]
-    segments = bind.segment_table(segments, tokens.count, device, max_length=most)
-    if records is None:
-        bind.slots("slots", slots, (segments.count, most), "[N, 1 + k_max]", device)
-    else:
-        bind.slots("slots", slots, (segments.count,), "[N]", device)
-    bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-    bind.accepted(accepted, segments.count, most, device)
-    bind.gate_values(tokens, segments)
-    out = bind.output(
-        out, tuple(v.shape), "[T, HV, V]", v, bind.covers(segments, tokens.count), (q, k, v, g, beta, state)
+        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
+        if out is not None:
+            bind.apart(out, inputs)
+    if out is None:
+        out = bind.new_output(v, kind.covered)
+    call = VerifyCall(
+        tokens=tokens,
+        segments=segments,
+        out=out,
+        pool=state,
+        slots=slots,
+        accepted=accepted,
+        records=records,
+        state_v_first=state_v_first,
+        pad_slot=pad_slot,
     )
-    choose("verify", tokens, state, backend).verify(
-        VerifyCall(
-            tokens=tokens,
-            segments=segments,
-            out=out,
-            pool=state,
-            slots=slots,
-            accepted=accepted,
-            records=records,
-            state_v_first=state_v_first,
-            pad_slot=pad_slot,
-        )
-    )
+    call.memo = kind.memo
+    kind.backend.verify(call)
     return out
 
 
@@ -316,32 +359,31 @@ def commit(
 
     Used when a request leaves speculation. `accepted` 0 leaves a state bit-unchanged. Shapes as in `verify`.
     """
-    checks.tensor("state", state)
-    checks.tensor("records", records)
-    checks.boolean("state_v_first", state_v_first)
-    if state.ndim != 4:
-        raise ValueError(f"state must have 4 dimensions [S, HV, V, K] or [S, HV, K, V], got {list(state.shape)}")
-    value_dim, key_dim = state.shape[2:] if state_v_first else (state.shape[3], state.shape[2])
-    checks.dtype("state", state, checks.STATE_DTYPES)
-    checks.dense_inner("state", state)
-    checks.no_self_overlap("state", state)
-    bind.records(records, state.shape[0], (state.shape[1], 2 * key_dim + value_dim), state.device)
-    checks.tensor("slots", slots)
-    if slots.ndim != 1:
-        raise ValueError(f"slots must have shape [N], got {list(slots.shape)}")
-    bind.slots("slots", slots, (None,), "[N]", state.device)
-    pad_slot = bind.pad_marker(pad_slot)
-    bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-    bind.accepted(accepted, slots.shape[0], records.shape[1], state.device)
-    request = Request(
-        "verify",
-        Device.of(state.device),
-        torch.float32,
-        key_dim,
-        value_dim,
-        "log_decay",
-        state.dtype,
+    key, kind = kinds.find(
+        "commit", backend, env.DECODE_BACKEND, None, None, (state, records, slots, accepted), (state_v_first, pad_slot)
     )
-    resolved(request, backend, env.DECODE_BACKEND).commit(
-        CommitCall(state, records, slots, accepted, state_v_first, pad_slot)
-    )
+    if kind is None:
+        checks.tensor("state", state)
+        checks.tensor("records", records)
+        checks.boolean("state_v_first", state_v_first)
+        if state.ndim != 4:
+            raise ValueError(f"state must have 4 dimensions [S, HV, V, K] or [S, HV, K, V], got {list(state.shape)}")
+        value_dim, key_dim = state.shape[2:] if state_v_first else (state.shape[3], state.shape[2])
+        checks.dtype("state", state, checks.STATE_DTYPES)
+        checks.dense_inner("state", state)
+        checks.no_self_overlap("state", state)
+        bind.records(records, state.shape[0], (state.shape[1], 2 * key_dim + value_dim), state.device)
+        checks.tensor("slots", slots)
+        if slots.ndim != 1:
+            raise ValueError(f"slots must have shape [N], got {list(slots.shape)}")
+        bind.slots("slots", slots, (None,), "[N]", state.device)
+        pad_slot = bind.pad_marker(pad_slot)
+        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        bind.accepted(accepted, slots.shape[0], records.shape[1], state.device)
+        request = Request(
+            "verify", Device.of(state.device), torch.float32, key_dim, value_dim, "log_decay", state.dtype
+        )
+        kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
+    call = CommitCall(state, records, slots, accepted, state_v_first, pad_slot)
+    call.memo = kind.memo
+    kind.backend.commit(call)
