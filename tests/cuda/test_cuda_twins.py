@@ -7,7 +7,7 @@ import struct
 
 from rapidkda.backends.cuda import compiler
 from rapidkda.backends.cuda.host import params
-from rapidkda.backends.cuda.host.params import Flags, Params
+from rapidkda.backends.cuda.host.params import Addresses, Constants, Flags
 
 HEADER = (compiler.SOURCES / "params.cuh").read_text()
 
@@ -36,8 +36,9 @@ def test_fields_have_the_order_and_types_of_the_header() -> None:
         kind = "Q" if pointer else kinds[words[0]]
         names = declaration.replace("const", "").replace("*", " ").split(maxsplit=1)[1]
         fields += [(name.strip().rstrip("_"), kind) for name in names.split(",")]
-    assert [name for name, _ in fields] == list(Params._fields)
-    assert params._LAYOUT.format == "<512s" + _packed([kind for _, kind in fields]) + "128s"
+    assert [name for name, _ in fields] == [*Addresses._fields, *Constants._fields]
+    packed = params._ADDRESSES.format + params._CONSTANTS.format.removeprefix("<")
+    assert packed == "<512s" + _packed([kind for _, kind in fields]) + "128s"
 
 
 def _packed(kinds: list[str]) -> str:
@@ -50,6 +51,6 @@ def test_the_packed_struct_has_the_size_that_the_header_asserts() -> None:
     size = re.search(r"sizeof\(Params\) == (\d+)", HEADER)
     assert size is not None
     assert int(size[1]) == params.SIZE
-    assert params.SIZE - 64 < params._LAYOUT.size <= params.SIZE
+    assert params.SIZE - 64 < params._ADDRESSES.size + params._CONSTANTS.size <= params.SIZE
     assert struct.calcsize("<128s") == 2 * params.ORDER_ENTRIES
     assert f"kOrderEntries = {params.ORDER_ENTRIES};" in HEADER

@@ -1,4 +1,7 @@
-"""The one argument of the prefill kernels, packed as `struct Params` of csrc/params.cuh lies in memory."""
+"""The one argument of the prefill kernels, packed as `struct Params` of csrc/params.cuh lies in memory.
+
+Its fields are in two parts: addresses, which differ from call to call, and what calls of a kind share.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,8 @@ class Flags:
     VECTOR_STATES = 1 << 12
 
 
-class Params(NamedTuple):
-    """Fields in the order of the C struct, after the four tensor maps and before the launch order. Addresses are 0
-    where the tensor is absent; strides count elements."""
+class Addresses(NamedTuple):
+    """The fields after the four tensor maps, in the order of the C struct; 0 where a tensor is absent."""
 
     beta: int
     A_log: int
@@ -47,8 +49,14 @@ class Params(NamedTuple):
     checkpoint_begin: int
     checkpoint_offset: int
     checkpoint_slot: int
-    transitions: int
-    starts: int
+    transitions: int = 0
+    starts: int = 0
+
+
+class Constants(NamedTuple):
+    """The fields after the addresses and before the launch order, in the order of the C struct. Strides count
+    elements."""
+
     beta_token_stride: int
     beta_head_stride: int
     out_token_stride: int
@@ -75,16 +83,44 @@ class Params(NamedTuple):
     reserved: int = 0
 
 
-_LAYOUT = struct.Struct("<512s17Q10q9iI3fi128s")
+_ADDRESSES = struct.Struct("<512s17Q")
+_CONSTANTS = struct.Struct("<10q9iI3fi128s")
 
 
 class Argument:
-    """Packed parameters in the form that a launch takes; alive until the launch returns."""
+    """The argument of a launch in memory of its own, with the constants packed."""
 
     __slots__ = ("_buffer", "_pointer", "address")
 
-    def __init__(self, maps: bytes, params: Params, order: bytes = b""):
+    def __init__(self, constants: Constants, order: bytes):
         self._buffer = ctypes.create_string_buffer(SIZE)
-        _LAYOUT.pack_into(self._buffer, 0, maps, *params, order)
+        _CONSTANTS.pack_into(self._buffer, _ADDRESSES.size, *constants, order)
         self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
-        self.address = ctypes.addressof(self._pointer)
+        self.address = ctypes.addressof(self._pointer)  # of the array of one pointer that a launch takes
+
+    def point(self, maps: bytes, addresses: Addresses) -> None:
+        """Pack the tensor maps and the addresses."""
+        _ADDRESSES.pack_into(self._buffer, 0, maps, *addresses)
+
+
+class Arguments:
+    """The arguments of calls of one kind. A launch copies its argument, so a few in turn serve any number of calls; one
+    in use is never handed out again, whatever thread asks."""
+
+    __slots__ = ("_constants", "_free", "_order")
+
+    def __init__(self, constants: Constants, order: bytes):
+        self._constants = constants
+        self._order = order
+        self._free: list[Argument] = []
+
+    def take(self) -> Argument:
+        """An argument that nobody uses."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Argument(self._constants, self._order)
+
+    def give_back(self, argument: Argument) -> None:
+        """After the launches that used it."""
+        self._free.append(argument)

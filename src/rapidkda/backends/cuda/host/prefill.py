@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor
 from ....problem import PrefillCall
 from ....segments import Segments
 from .. import compiler
-from ..compiler import KernelSource, LoadedKernel
-from .params import ORDER_ENTRIES, Argument, Flags, Params
+from ..compiler import KernelSource
+from .params import ORDER_ENTRIES, Addresses, Arguments, Constants, Flags
 from .plan import CHUNK, STATE_BYTES, Plan, plan_prefill
 from .tensor_map import ALIGNMENT, tensor_map
 
 COMPOSE = KernelSource("compose.cu", "compose")
 _COMPOSE_BLOCKS = 16  # of 8 state rows
+_NO_CHECKPOINTS = (0, 0, 0)
+_MOST_MAPS = 64  # sets of tensor maps that a kind of call keeps
 _FORMS = {"whole": "kWhole", "pair": "kPair", "transition": "kTransition"}
 
 
@@ -51,41 +54,109 @@ def plan(call: PrefillCall, sms: int) -> Plan:
 
 def run(call: PrefillCall, forced: Plan | None = None) -> None:
     """Launch on the current stream. `forced` overrides the planner."""
-    segments, tokens = call.segments, call.tokens
-    if segments.count == 0:
+    if call.segments.count == 0:
         return
-    index = tokens.q.device.index
+    index = call.tokens.q.device.index
     current = torch.cuda.current_device()
     if index is None:
         index = current
     elif index != current:
         with torch.cuda.device(index):
             return run(call, forced)
-    chosen = plan(call, multiprocessors(index)) if forced is None else forced
-    bounded, gate_float = tokens.gate.kind == "bounded", tokens.g.dtype is torch.float32
-    out = _aligned_out(call.out)
-    order = _order(segments)
-    keep: list[Tensor] = []  # copies that must outlive the launches
-    maps = _maps(call, keep)
-    stream = torch._C._cuda_getCurrentRawStream(index)  # a tenth of the time of current_stream().cuda_stream
-    units = segments.count * tokens.value_heads
-    form = "whole" if chosen.form == "whole" else "pair"
-    main = compiler.load(kernel(form, bounded, gate_float), index)
-    if chosen.form == "parallel":
-        scratch = _scratch(call, 3 * STATE_BYTES * units * chosen.parts)
-        transitions = scratch.data_ptr()
-        starts = transitions + 2 * STATE_BYTES * units * chosen.parts
-        argument = Argument(maps, _params(call, keep, out, order, chosen.parts, transitions, starts), order)
-        transition = compiler.load(kernel("transition", bounded, gate_float), index)
-        compose = compiler.load(COMPOSE, index)
-        _launch(transition, (units * (chosen.parts - 1) * transition.cluster, 1, 1), argument, stream)
-        _launch(compose, (_COMPOSE_BLOCKS, tokens.value_heads, segments.count), argument, stream)
-        units *= chosen.parts
-    else:
-        argument = Argument(maps, _params(call, keep, out, order), order)
-    _launch(main, (units * main.cluster, 1, 1), argument, stream)
-    if out is not call.out:
-        call.out.copy_(out)
+    name = f"cuda:{index}"
+    prepared = call.memo.get(name) if forced is None else Prepared(call, index, forced)
+    if prepared is None:
+        prepared = call.memo[name] = Prepared(call, index)
+    prepared.run(call)
+
+
+class Prepared:
+    """What calls of a kind share: the plan, the kernels, the launches, and all of their argument but the addresses."""
+
+    def __init__(self, call: PrefillCall, device: int, forced: Plan | None = None):
+        from cuda.bindings import driver  # type: ignore[import-untyped]
+
+        self.device = device
+        self.plan = plan(call, multiprocessors(device)) if forced is None else forced
+        self._launch_kernel = driver.cuLaunchKernel
+        self._launches = _launches(call, self.plan, device)
+        states = call.segments.count * call.tokens.value_heads * self.plan.parts
+        self._state_bytes = STATE_BYTES * states  # one fp32 state of each part
+        self._strided_out = _strided_rows(call.out)
+        self._strided_tables = not all(x.is_contiguous() for x in _tables(call))
+        self._even_slots = call.state_v_first and not any(_first_stride(pool) % 2 for pool in _pools(call))
+        self._arguments: dict[tuple[bool, bool], Arguments] = {}
+        self._maps: dict[tuple[int, ...], bytes] = {}
+
+    def run(self, call: PrefillCall) -> None:
+        """Launch a call of this kind on the current stream."""
+        tokens, gate = call.tokens, call.tokens.gate
+        keep: list[Tensor] = []  # copies that must outlive the launches
+        maps = self._tensor_maps(call, keep)
+        out = call.out
+        if self._strided_out or out.data_ptr() % ALIGNMENT:
+            out = out.clone(memory_format=torch.contiguous_format)  # with the rows that no segment covers
+        tables = _tables(call)
+        if self._strided_tables:
+            tables = [x.contiguous() for x in tables]
+            keep += tables
+        first_token, length, *checkpoints = [x.data_ptr() for x in tables]
+        begin, offset, slot = checkpoints or _NO_CHECKPOINTS
+        initial, final, exported = _address(call.initial), _address(call.final), _address(call.checkpoint_pool)
+        transitions = starts = 0
+        if self.plan.form == "parallel":
+            scratch = _scratch(call, 3 * self._state_bytes)
+            keep.append(scratch)
+            transitions = scratch.data_ptr()
+            starts = transitions + 2 * self._state_bytes
+        vectors = self._even_slots and not (initial | final | exported) % 8
+        arguments = self._arguments.get((vectors, out is call.out))
+        if arguments is None:
+            order = _order(call.segments)
+            arguments = Arguments(_constants(call, out, self.plan.parts, order, vectors), order)
+            self._arguments[vectors, out is call.out] = arguments
+        argument = arguments.take()
+        argument.point(
+            maps,
+            Addresses(
+                tokens.beta.data_ptr(),
+                _address(gate.A_log),
+                _address(gate.dt_bias),
+                out.data_ptr(),
+                initial,
+                final,
+                exported,
+                first_token,
+                length,
+                _address(call.read_slots),
+                _address(call.write_slots),
+                _address(call.has_initial_state),
+                begin,
+                offset,
+                slot,
+                transitions,
+                starts,
+            ),
+        )
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # a tenth of the time of current_stream()
+        for launch in self._launches:
+            compiler.check(self._launch_kernel(*launch, stream, argument.address, 0))
+        arguments.give_back(argument)
+        if out is not call.out:
+            call.out.copy_(out)
+
+    def _tensor_maps(self, call: PrefillCall, keep: list[Tensor]) -> bytes:
+        """The four maps, found again by the addresses that they were made for."""
+        tokens = call.tokens
+        addresses = (tokens.q.data_ptr(), tokens.k.data_ptr(), tokens.v.data_ptr(), tokens.g.data_ptr())
+        maps = self._maps.get(addresses)
+        if maps is None:
+            maps = _maps(call, keep)
+            if not keep:
+                if len(self._maps) >= _MOST_MAPS:
+                    self._maps.clear()
+                self._maps[addresses] = maps
+        return maps
 
 
 @functools.cache
@@ -94,85 +165,52 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _launch(loaded: LoadedKernel, grid: tuple[int, int, int], argument: Argument, stream: int) -> None:
-    from cuda.bindings import driver  # type: ignore[import-untyped]
-
-    compiler.check(
-        driver.cuLaunchKernel(
-            loaded.function, *grid, loaded.threads, 1, 1, loaded.shared_bytes, stream, argument.address, 0
-        )
-    )
+# The arguments of cuLaunchKernel before the stream: function, grid, block, shared bytes.
+_Launch = tuple[Any, int, int, int, int, int, int, int]
 
 
-def _params(
-    call: PrefillCall,
-    keep: list[Tensor],
-    out: Tensor,
-    order: bytes,
-    parts: int = 1,
-    transitions: int = 0,
-    starts: int = 0,
-) -> Params:
-    tokens, segments, gate = call.tokens, call.segments, call.tokens.gate
-    beta = tokens.beta
-    flags = Flags.ORDERED if order else 0
-    if beta.dtype is torch.float32:
-        flags |= Flags.BETA_FLOAT
-    if tokens.beta_logits:
-        flags |= Flags.BETA_LOGITS
-    if tokens.l2norm:
-        flags |= Flags.L2_NORM
-    if gate.kind != "log_decay":
-        flags |= Flags.RAW_GATE
-    if call.state_v_first:
-        flags |= Flags.STATE_V_FIRST
-    vectors = call.state_v_first
+def _launches(call: PrefillCall, chosen: Plan, device: int) -> list[_Launch]:
+    tokens, segments = call.tokens, call.segments
+    bounded, gate_float = tokens.gate.kind == "bounded", tokens.g.dtype is torch.float32
+    units = segments.count * tokens.value_heads
+
+    def launch(source: KernelSource, x: int, y: int = 1, z: int = 1) -> _Launch:
+        loaded = compiler.load(source, device)
+        return (loaded.function, x * loaded.cluster, y, z, loaded.threads, 1, 1, loaded.shared_bytes)
+
+    if chosen.form == "whole":
+        return [launch(kernel("whole", bounded, gate_float), units)]
+    main = launch(kernel("pair", bounded, gate_float), units * chosen.parts)
+    if chosen.form == "pair":
+        return [main]
+    return [
+        launch(kernel("transition", bounded, gate_float), units * (chosen.parts - 1)),
+        launch(COMPOSE, _COMPOSE_BLOCKS, tokens.value_heads, segments.count),
+        main,
+    ]
+
+
+def _constants(call: PrefillCall, out: Tensor, parts: int, order: bytes, vectors: bool) -> Constants:
+    """`vectors`: two neighbouring elements of a state's row may be moved at once."""
+    tokens, segments, gate, beta = call.tokens, call.segments, call.tokens.gate, call.tokens.beta
     initial, final, checkpoint_pool = call.initial, call.final, call.checkpoint_pool
-    if initial is not None:
-        flags |= Flags.INITIAL_FLOAT if initial.dtype is torch.float32 else 0
-        vectors &= _vector_aligned(initial)
-    if final is initial:
-        flags |= Flags.FINAL_FLOAT if flags & Flags.INITIAL_FLOAT else 0
-    elif final is not None:
-        flags |= Flags.FINAL_FLOAT if final.dtype is torch.float32 else 0
-        vectors &= _vector_aligned(final)
-    checkpoints = (0, 0, 0)
-    if call.checkpoints is not None and checkpoint_pool is not None:
-        checkpoints = (
-            _table(call.checkpoints.begin, keep),
-            _table(call.checkpoints.offset, keep),
-            _table(call.checkpoints.slot, keep),
-        )
-        flags |= Flags.CHECKPOINT_FLOAT if checkpoint_pool.dtype is torch.float32 else 0
-        vectors &= _vector_aligned(checkpoint_pool)
-    if vectors:
-        flags |= Flags.VECTOR_STATES
     read_slots, write_slots, has_initial = call.read_slots, call.write_slots, call.has_initial_state
-    if read_slots is not None and read_slots.dtype is torch.int64:
-        flags |= Flags.READ_SLOTS_64
-    if write_slots is not None and write_slots.dtype is torch.int64:
-        flags |= Flags.WRITE_SLOTS_64
-    if has_initial is not None and has_initial.dtype is torch.int32:
-        flags |= Flags.INITIAL_FLAG_32
-    value_heads = tokens.value_heads
-    return Params(
-        beta=beta.data_ptr(),
-        A_log=_address(gate.A_log),
-        dt_bias=_address(gate.dt_bias),
-        out=out.data_ptr(),
-        initial=_address(initial),
-        final=_address(final),
-        checkpoint_pool=_address(checkpoint_pool),
-        first_token=_table(segments.first_token, keep),
-        length=_table(segments.length, keep),
-        read_slots=_address(read_slots),
-        write_slots=_address(write_slots),
-        has_initial=_address(has_initial),
-        checkpoint_begin=checkpoints[0],
-        checkpoint_offset=checkpoints[1],
-        checkpoint_slot=checkpoints[2],
-        transitions=transitions,
-        starts=starts,
+    flags = {
+        Flags.BETA_FLOAT: beta.dtype is torch.float32,
+        Flags.BETA_LOGITS: tokens.beta_logits,
+        Flags.L2_NORM: tokens.l2norm,
+        Flags.RAW_GATE: gate.kind != "log_decay",
+        Flags.STATE_V_FIRST: call.state_v_first,
+        Flags.INITIAL_FLOAT: _has_dtype(initial, torch.float32),
+        Flags.FINAL_FLOAT: _has_dtype(final, torch.float32),
+        Flags.CHECKPOINT_FLOAT: _has_dtype(checkpoint_pool, torch.float32),
+        Flags.READ_SLOTS_64: _has_dtype(read_slots, torch.int64),
+        Flags.WRITE_SLOTS_64: _has_dtype(write_slots, torch.int64),
+        Flags.INITIAL_FLAG_32: _has_dtype(has_initial, torch.int32),
+        Flags.ORDERED: bool(order),
+        Flags.VECTOR_STATES: vectors,
+    }
+    return Constants(
         beta_token_stride=beta.stride(0),
         beta_head_stride=beta.stride(1),
         out_token_stride=out.stride(0),
@@ -185,14 +223,14 @@ def _params(
         has_initial_stride=_first_stride(has_initial),
         tokens=tokens.count,
         segments=segments.count,
-        value_heads=value_heads,
-        group=value_heads // tokens.heads,
+        value_heads=tokens.value_heads,
+        group=tokens.value_heads // tokens.heads,
         initial_rows=0 if initial is None else initial.shape[0],
         final_rows=0 if final is None else final.shape[0],
         checkpoint_rows=0 if checkpoint_pool is None else checkpoint_pool.shape[0],
         pad_slot=call.pad_slot,
         parts=parts,
-        flags=flags,
+        flags=sum(bit for bit, on in flags.items() if on),
         scale=tokens.scale,
         beta_scale=tokens.beta_scale,
         lower_bound=gate.lower_bound or 0.0,
@@ -207,17 +245,20 @@ def _first_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0)
 
 
-def _table(table: Tensor, keep: list[Tensor]) -> int:
-    """Address of a dense int32 table."""
-    if not table.is_contiguous():
-        table = table.contiguous()
-        keep.append(table)
-    return table.data_ptr()
+def _has_dtype(tensor: Tensor | None, dtype: torch.dtype) -> bool:
+    return tensor is not None and tensor.dtype is dtype
 
 
-def _vector_aligned(pool: Tensor) -> bool:
-    """Two neighbouring elements of a row may be moved at once."""
-    return pool.data_ptr() % 8 == 0 and pool.stride(0) % 2 == 0
+def _tables(call: PrefillCall) -> list[Tensor]:
+    """The int32 tables: of the segments, and of the checkpoints if there are any."""
+    segments, checkpoints = call.segments, call.checkpoints
+    if checkpoints is None or call.checkpoint_pool is None:
+        return [segments.first_token, segments.length]
+    return [segments.first_token, segments.length, checkpoints.begin, checkpoints.offset, checkpoints.slot]
+
+
+def _pools(call: PrefillCall) -> tuple[Tensor | None, ...]:
+    return call.initial, call.final, call.checkpoint_pool
 
 
 def _maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
@@ -233,13 +274,9 @@ def _maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
     )
 
 
-def _aligned_out(out: Tensor) -> Tensor:
-    """`out`, or a dense stand-in with the same values where its rows do not start at multiples of 16 bytes."""
-    if out.data_ptr() % ALIGNMENT == 0 and not any(
-        extent > 1 and stride % 8 for extent, stride in zip(out.shape[:2], out.stride()[:2])
-    ):
-        return out
-    return out.clone(memory_format=torch.contiguous_format)
+def _strided_rows(out: Tensor) -> bool:
+    """The rows of an output cannot all start at multiples of 16 bytes."""
+    return any(extent > 1 and stride % 8 for extent, stride in zip(out.shape[:2], out.stride()[:2]))
 
 
 def _order(segments: Segments) -> bytes:
