@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rapidkda import ops
 from rapidkda.bench import cpu, steps
+from rapidkda.bench.peers import Bound
 from rapidkda.bench.timing import Settings
 from rapidkda.problem import Op
-from rapidkda.testing import Shape, decode_shape
+from rapidkda.testing import Inputs, Shape, decode_shape
 
 CPU = torch.device("cpu")
 FEW = Settings(rounds=2, replays=1)
@@ -79,6 +81,28 @@ def test_steps_report_what_is_not_written(monkeypatch: pytest.MonkeyPatch) -> No
     measured = steps.measure(plan("prefill", Shape("one", (40,), 2)), lambda line: None)
     assert measured.rows[0].err_out == float("inf")
     assert len(measured.missed) == 1
+
+
+class ZeroPeer:
+    """Answers zeros."""
+
+    name = "zero"
+
+    def unmet(self, op: Op, inputs: Inputs) -> str:
+        return ""
+
+    def bind(self, inputs: Inputs) -> Bound:
+        out, states = torch.zeros_like(inputs.v), torch.zeros_like(inputs.states)
+        return Bound(lambda: None, lambda: (out, states), lambda: None)
+
+
+def test_a_wrong_peer_is_told_and_fails_nothing() -> None:
+    lines: list[str] = []
+    measured = steps.measure(replace(plan("prefill", Shape("one", (40,), 2)), peers=(ZeroPeer(),)), lines.append)
+    assert measured.missed == []
+    assert [row.impl for row in measured.rows] == ["torch", "zero"]
+    assert measured.rows[1].err_out == pytest.approx(1.0)
+    assert [line for line in lines if "zero one slow: errors 1.0e+00" in line]
 
 
 def test_io_bytes() -> None:

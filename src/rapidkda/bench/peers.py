@@ -77,6 +77,60 @@ class FlashKda:
         return Bound(call, lambda: (out[0], final), lambda: poison(out, final))
 
 
+class Cudnn:
+    """The fused Hopper prefill of NVIDIA's cuDNN frontend. It reads packed operands, gates and write strengths in
+    float32, and cuts sequences where a bound says that the state has decayed; the bound takes sums per channel, which
+    does not hold for every input."""
+
+    name = "cudnn"
+
+    # Activations inside its kernel, as its `cuda_host` numbers them.
+    _L2_NORM, _BOUNDED_GATE, _BETA_SIGMOID = 1, 2, 4
+
+    def unmet(self, op: Op, inputs: Inputs) -> str:
+        if op != "prefill":
+            return "it has prefill only"
+        if inputs.q.device.type != "cuda" or torch.cuda.get_device_capability(inputs.q.device) != (9, 0):
+            return "it needs an NVIDIA GPU of compute capability 9.0"
+        try:
+            importlib.import_module("cudnn.linear_attention.hopper.cuda_host")
+        except Exception as error:  # an installed package that cannot be imported here is a missing peer too
+            return f"it cannot be imported: {type(error).__name__}: {error}"
+        if inputs.lower_bound is None:
+            return "it has the bounded gate only"
+        return "" if inputs.q.shape[2] == inputs.v.shape[2] == 128 else "it takes head dim 128 only"
+
+    def bind(self, inputs: Inputs) -> Bound:
+        host: Any = importlib.import_module("cudnn.linear_attention.hopper.cuda_host")
+        q, k, v, g, beta = (x.contiguous() for x in inputs.operands())
+        g, beta, states = g.float(), beta.float(), inputs.states.contiguous()
+        device = q.device
+        lengths = [length for _, length in inputs.spans]
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        out, final = torch.empty_like(v), torch.empty_like(states)
+        gate = [x.float().contiguous() for x in (inputs.A_log, inputs.dt_bias)]  # type: ignore[union-attr]
+        scale = q.shape[2] ** -0.5 if inputs.scale is None else inputs.scale
+        buffers = q, k, v, g, beta, ends, states, out, final
+
+        def call() -> None:
+            host.launch(
+                device.index or 0,
+                torch.cuda.current_stream(device).cuda_stream,
+                *(x.data_ptr() for x in buffers),
+                total_tokens=q.shape[0],
+                n_seqs=len(lengths),
+                n_heads=v.shape[1],
+                a_log=gate[0].data_ptr(),
+                dt_bias=gate[1].data_ptr(),
+                gate_lower_bound=inputs.lower_bound,
+                flags=self._L2_NORM | self._BOUNDED_GATE | self._BETA_SIGMOID,
+                q_scale=scale,
+                n_qk_heads=q.shape[1],
+            )
+
+        return Bound(call, lambda: (out, final), lambda: poison(out, final))
+
+
 class Fla:
     """flash-linear-attention's Triton kernels: `chunk_kda` for prefill, `fused_recurrent_kda` for decode."""
 

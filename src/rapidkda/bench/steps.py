@@ -2,7 +2,7 @@
 
 Each implementation of a workload reads the same inputs, strided as an engine passes them. What is timed is checked in
 the same run: outputs and states are poisoned, the last replay's results are compared with float64 on a sample of
-sequences and heads, and a miss is reported as such and makes the run fail.
+sequences and heads, and a miss is reported as such. One of ours makes the run fail.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rows, and a line for each error above its bar."""
+    """Rows, and a line for each of ours with an error above its bar."""
 
     rows: list[Row]
     copy_tb_s: float | None
@@ -79,7 +79,11 @@ def measure(plan: Plan, log: Log) -> Measured:
             limit = bar(row.regime, plan.dtype)
             if not (errors[0] <= limit.out and errors[1] <= limit.state):
                 name = f"{row.impl} {row.shape} {row.regime}"
-                missed.append(f"{name}: errors {errors[0]:.1e}, {errors[1]:.1e} above {limit.out}, {limit.state}")
+                line = f"{name}: errors {errors[0]:.1e}, {errors[1]:.1e} above {limit.out}, {limit.state}"
+                if row.impl in plan.backends:
+                    missed.append(line)
+                else:
+                    log(line)
     return Measured(rows, bandwidth, missed)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from ..bench import cpu, steps
 from ..bench.layer import run_layer_bench
-from ..bench.peers import Fla, FlashKda, Peer
+from ..bench.peers import Cudnn, Fla, FlashKda, Peer
 from ..bench.report import best, compare, markdown, plot, readme_section, readme_text
 from ..bench.result import Bench, Result, Row, collect_meta
 from ..bench.timing import Settings
@@ -71,7 +71,7 @@ RegimeOption = Annotated[
 BackendsOption = Annotated[
     list[str] | None, typer.Option("--backend", help="Backend of ours; may be repeated. Default: all but torch.")
 ]
-PeersOption = Annotated[str, typer.Option("--peers", help="all, none, or names with commas: flashkda, fla.")]
+PeersOption = Annotated[str, typer.Option("--peers", help="all, none, or names with commas: flashkda, fla, cudnn.")]
 FlashOption = Annotated[
     Path | None, typer.Option("--flashkda", help="FlashKDA's library file (vllm/_flashkda_C.abi3.so); default: vllm's.")
 ]
@@ -190,7 +190,7 @@ def measure(
     out: Path | None,
     replay: bool = True,
 ) -> None:
-    """Run one bench of steps, print it, write it; exit code 1 on an error above its bar."""
+    """Run one bench of steps, print it, write it; exit code 1 where an error of ours is above its bar."""
     target = None if out is None else writable(out, "--out")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = tuple(backend_option(name) for name in backend or [name for name in REGISTRY if name in GPU_BACKENDS])
@@ -227,7 +227,7 @@ def _peers(names: str, flashkda: Path | None) -> tuple[Peer, ...]:
         return ()
     if flashkda is not None:
         readable(flashkda, "--flashkda")
-    makers: dict[str, Callable[[], Peer]] = {"flashkda": lambda: FlashKda(flashkda), "fla": Fla}
+    makers: dict[str, Callable[[], Peer]] = {"flashkda": lambda: FlashKda(flashkda), "fla": Fla, "cudnn": Cudnn}
     for name in wanted:
         if name not in ("all", *makers):
             raise UserError(f"--peers must be all, none, or among {', '.join(makers)}, got {name!r}")
