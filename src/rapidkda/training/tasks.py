@@ -130,7 +130,7 @@ def needles(seed: int, split: Split, *, length: int = 4096, count: int = NEEDLES
 
 def most_needles(length: int) -> int:
     """Facts that a needle sample of `length` tokens holds, with at least a third of it filler."""
-    checks.integer("length", length, 128)
+    checks.integer("length", length, 64)
     return (2 * length // 3 - len(RECALL)) // (2 * FACT_LENGTH)
 
 
