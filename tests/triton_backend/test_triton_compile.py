@@ -120,12 +120,13 @@ def test_launcher_tells_apart_what_triton_specialises_on() -> None:
 
     def key(data: torch.Tensor = x, strides: tuple[int, ...] = (16,), constants: tuple[int, ...] = (1,)) -> object:
         before = len(launcher.compiled)
+        bound = launcher.bind(torch.device("cuda", 0), (1, 1, 1), (), strides, constants, num_warps=1)
         with (
-            mock.patch.object(launch, "is_gpu", return_value=True),
-            mock.patch.object(torch.cuda, "current_device", return_value=None),
-            mock.patch.object(launch, "current_stream", return_value=0),
+            mock.patch.object(torch.cuda, "current_device", return_value=0),
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
         ):
-            launcher((1, 1, 1), (data,), (), (), strides, constants, num_warps=1)
+            bound((data,), ())
+            bound((data,), ())  # the second time without a look at anything but addresses
         return len(launcher.compiled) - before
 
     assert key() == 1
@@ -136,3 +137,28 @@ def test_launcher_tells_apart_what_triton_specialises_on() -> None:
     assert key(strides=(8,)) == 1
     assert key(constants=(2,)) == 1
     assert seen.count(("compiled",)) == 5
+    assert seen.count(("reused",)) == 9
+
+
+def test_bound_launch_looks_at_alignment_every_time() -> None:
+    """The one thing that differs between calls of a kind and decides the kernel."""
+    compiled: list[tuple[object, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> object:
+            def compile_and_launch(*args: object, **options: object) -> object:
+                compiled.append(args)
+                return mock.Mock()
+
+            return compile_and_launch
+
+    bound = launch.Launcher(Kernel()).bind(torch.device("cuda", 0), (1, 1, 1), (), (1,), (), num_warps=1)
+    x = torch.zeros(64)
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
+    ):
+        wanted = [bound((x[start:], None), (x[1:],)) for start in (0, 1, 4, 2, 0)]
+        assert wanted == [True, True, False, False, False]
+        assert not bound((x, None), (), compile_only=True)
+    assert len(compiled) == 2

@@ -207,35 +207,45 @@ _conv = launch.Launcher(conv_kernel)
 
 def conv(call: ConvCall) -> None:
     """`Backend.conv`. Pads nothing and copies nothing; one launch."""
+    if call.segments.count == 0:
+        return
+    prepared = call.memo.get("triton")
+    if prepared is None:
+        prepared = call.memo["triton"] = _bind(call)
+    prepared((call.x, call.weight, call.bias, call.out, call.pool, call.checkpoint_pool), _tables(call))
+
+
+def _tables(call: ConvCall) -> tuple[Tensor | None, ...]:
+    segments, begin, offset, slot = call.segments, None, None, None
+    if call.checkpoints is not None and call.checkpoint_pool is not None:
+        begin, offset, slot = call.checkpoints.begin, call.checkpoints.offset, call.checkpoints.slot
+    return (
+        segments.first_token,
+        segments.length,
+        call.read_slots,
+        call.write_slots,
+        call.has_initial_state,
+        call.accepted,
+        begin,
+        offset,
+        slot,
+    )
+
+
+def _bind(call: ConvCall) -> launch.Launch:
     x, segments, pool = call.x, call.segments, call.pool
     channels, width = call.weight.shape
-    if segments.count == 0:
-        return
     entries = 0 if pool is None else pool.shape[1 if call.channels_last else 2]
-    checkpoints = call.checkpoints if call.checkpoint_pool is not None else None
-    begin, offset, slot = (
-        (None, None, None) if checkpoints is None else (checkpoints.begin, checkpoints.offset, checkpoints.slot)
-    )
     one_tile = segments.max_length <= TILE
     rows = next(size for size in (1, 4, ROWS, TILE) if segments.max_length <= size or size == TILE)
     # Few rows: one channel a thread, since the weights are most of the traffic; many: eight, for wide accesses.
     block, warps = (512, 2) if rows > ROWS else (128, 4)
     tiles = segments.count if one_tile else -(-x.shape[0] // rows) + segments.count
     window = triton.next_power_of_2(max(entries, width - 1) if call.keep_all else width - 1)
-    _conv(
+    table_strides = [launch.stride(table) for table in _tables(call)]
+    return _conv.bind(
+        x.device,
         (tiles, triton.cdiv(channels, block), 1),
-        (x, call.weight, call.bias, call.out, pool, call.checkpoint_pool),
-        (
-            segments.first_token,
-            segments.length,
-            call.read_slots,
-            call.write_slots,
-            call.has_initial_state,
-            call.accepted,
-            begin,
-            offset,
-            slot,
-        ),
         (
             segments.count,
             launch.rows(pool),
@@ -249,16 +259,9 @@ def conv(call: ConvCall) -> None:
             call.out.stride(0),
             *call.weight.stride(),
             launch.stride(call.bias),
-            segments.first_token.stride(0),
-            segments.length.stride(0),
+            *table_strides[:2],
             *_pool_strides(pool, call.channels_last),
-            launch.stride(call.read_slots),
-            launch.stride(call.write_slots),
-            launch.stride(call.has_initial_state),
-            launch.stride(call.accepted),
-            launch.stride(begin),
-            launch.stride(offset),
-            launch.stride(slot),
+            *table_strides[2:],
             *_pool_strides(call.checkpoint_pool, call.channels_last),
         ),
         (width, rows, min(rows, ROWS), block, window, SCAN, one_tile, call.keep_all, call.silu),

@@ -1,11 +1,13 @@
 """Launching a kernel with little host time, and the arguments that every kernel over the token axis takes.
 
-Triton's own call inspects every argument to find the compiled kernel, which takes longer than a decode step runs. A
-`Launcher` looks it up by what decides it: dtypes, pointer alignment, strides and constants.
+Triton's own call inspects every argument to find the compiled kernel, which takes longer than a decode step runs. What
+decides it are dtypes, pointer alignment, strides and constants. Of these, calls of one kind (`rapidkda.problem`) differ
+in alignment alone, so a call of a known kind goes from addresses to the driver: it keeps its `Launch`es in its memo.
 """
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,85 +29,122 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def current_stream(device: torch.device) -> int:
-    """The handle of torch's current stream."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
-
-
 class Launcher:
     """A kernel whose parameters come as data pointers, table pointers, sizes, strides, constants, in this order.
 
-    Sizes are the parameters that the kernel does not specialise on; they must fit 32 bits. Launches on the current
-    stream of the tensors' device.
+    Sizes are the parameters that the kernel does not specialise on; they must fit 32 bits.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(
+    def bind(
         self,
+        device: torch.device,
         grid: tuple[int, int, int],
-        data: tuple[Tensor | None, ...],
-        tables: tuple[Tensor | None, ...],
         sizes: tuple[int | float, ...],
         strides: tuple[int, ...],
         constants: tuple[Any, ...],
         num_warps: int,
-        compile_only: bool = False,
-    ) -> bool:
-        """Launch, or only make sure that a launch will find its kernel. True if a kernel was compiled for it."""
-        arguments = (*data, *tables, *sizes, *strides, *constants)
-        device = next(x for x in data if x is not None).device
-        if is_gpu(device) and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self._run(grid, data, tables, strides, constants, num_warps, arguments, device, compile_only)
-        return self._run(grid, data, tables, strides, constants, num_warps, arguments, device, compile_only)
+        views: tuple[torch.dtype | None, ...] = (),
+    ) -> Launch:
+        """Everything but the tensors. `views` are the dtypes that the data tensors, flat bytes, are read as; None, or
+        past its end, is a tensor's own."""
+        return Launch(self, device, grid, sizes, strides, constants, num_warps, views)
 
-    def _run(
+
+class Launch:
+    """A launch of a kind of call, on the current stream of its device: all of it but the tensors."""
+
+    def __init__(
         self,
+        launcher: Launcher,
+        device: torch.device,
         grid: tuple[int, int, int],
-        data: tuple[Tensor | None, ...],
-        tables: tuple[Tensor | None, ...],
+        sizes: tuple[int | float, ...],
         strides: tuple[int, ...],
         constants: tuple[Any, ...],
         num_warps: int,
-        arguments: tuple[Any, ...],
-        device: torch.device,
-        compile_only: bool,
+        views: tuple[torch.dtype | None, ...],
+    ):
+        self._launcher = launcher
+        self._device = device
+        self._index = device.index if is_gpu(device) else -1
+        self._grid = grid
+        self._rest = (*sizes, *strides, *constants)
+        self._key = (device.index, num_warps, strides, constants)
+        self._num_warps = num_warps
+        self._views = views
+        self._found: dict[Any, Any] = {}  # compiled kernels by alignment
+
+    def __call__(
+        self, data: tuple[Tensor | None, ...], tables: tuple[Tensor | None, ...], compile_only: bool = False
     ) -> bool:
+        """Launch, or only make sure that a launch will find its kernel. True if a kernel was compiled for it."""
+        index = self._index
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self(data, tables, compile_only)
         bits = 0
+        addresses: list[int | None] = []
         for x in data:
-            if x is not None:
-                bits |= x.data_ptr()
-        aligned: Any = True
-        if bits & 15:
-            aligned = tuple(x is None or x.data_ptr() % 16 == 0 for x in data)
-        dtypes = tuple([None if x is None else x.dtype for x in (*data, *tables)])
-        key = (device.index, num_warps, aligned, dtypes, strides, constants)
-        compiled = self.compiled.get(key)
+            address = None if x is None else x.data_ptr()
+            bits |= address or 0
+            addresses.append(address)
+        aligned = bits & 15 == 0 or tuple([address is None or address % 16 == 0 for address in addresses])
+        compiled = self._found.get(aligned)
         if compiled is None:
-            if compile_only:
-                compiled = self.kernel.warmup(*arguments, grid=grid, num_warps=num_warps)
-            else:
-                compiled = self.kernel[grid](*arguments, num_warps=num_warps)
-            if not is_gpu(device) or env.flag("TRITON_INTERPRET"):
-                return False  # nothing to find again: interpreted, or compiled for a target that is not here
-            self.compiled[key] = compiled
-            return True
+            return self._first(data, tables, aligned, compile_only)
         if compile_only:
             return False
+        for x in tables:
+            addresses.append(None if x is None else x.data_ptr())
         compiled.run(
-            *grid,
-            current_stream(device),
+            *self._grid,
+            torch._C._cuda_getCurrentRawStream(index),
             compiled.function,
             compiled.packed_metadata,
             None,
-            knobs.runtime.launch_enter_hook,
-            knobs.runtime.launch_exit_hook,
-            *arguments,
+            _hook(knobs.runtime.launch_enter_hook),
+            _hook(knobs.runtime.launch_exit_hook),
+            *addresses,
+            *self._rest,
         )
         return False
+
+    def _first(
+        self, data: tuple[Tensor | None, ...], tables: tuple[Tensor | None, ...], aligned: Any, compile_only: bool
+    ) -> bool:
+        """A launch through Triton's own call, which compiles, unless another kind of call has the kernel already."""
+        data = tuple([_read_as(x, dtype) for x, dtype in zip_longest(data, self._views)])
+        key = (*self._key, aligned, tuple([None if x is None else x.dtype for x in (*data, *tables)]))
+        known = self._launcher.compiled
+        if key in known:
+            self._found[aligned] = known[key]
+            return self(data, tables, compile_only)
+        arguments = (*data, *tables, *self._rest)
+        kernel = self._launcher.kernel
+        if compile_only:
+            compiled = kernel.warmup(*arguments, grid=self._grid, num_warps=self._num_warps)
+        else:
+            compiled = kernel[self._grid](*arguments, num_warps=self._num_warps)
+        if self._index < 0 or env.flag("TRITON_INTERPRET"):
+            return False  # nothing to find again: interpreted, or compiled for a target that is not here
+        self._found[aligned] = known[key] = compiled
+        return True
+
+
+def _read_as(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """A view of another dtype; of bytes, as many as fill elements."""
+    if x is None or dtype is None:
+        return x
+    return x[: x.shape[0] // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _hook(hook: Any) -> Any:
+    """A hook of Triton's, or None if calling it would do nothing."""
+    return hook if getattr(hook, "calls", True) else None
 
 
 def inputs(tokens: Tokens) -> tuple[Tensor | None, ...]:

@@ -41,15 +41,21 @@ _norm = launch.Launcher(norm_kernel)
 
 def norm(call: NormCall) -> None:
     """`Backend.norm`."""
-    tokens, heads, dim = call.x.shape
-    if tokens == 0:
+    if call.x.shape[0] == 0:
         return
+    prepared = call.memo.get("triton")
+    if prepared is None:
+        prepared = call.memo["triton"] = _bind(call)
+    prepared((call.x, call.z, call.weight, call.out), ())
+
+
+def _bind(call: NormCall) -> launch.Launch:
+    tokens, heads, dim = call.x.shape
     padded = triton.next_power_of_2(dim)
     rows = max(1, 4096 // padded)
-    _norm(
+    return _norm.bind(
+        call.x.device,
         (triton.cdiv(tokens * heads, rows), 1, 1),
-        (call.x, call.z, call.weight, call.out),
-        (),
         (tokens * heads, heads, call.eps),
         (call.weight.stride(0), *call.x.stride()[:2], *call.z.stride()[:2], *call.out.stride()[:2]),
         (dim, padded, rows, call.activation == "silu"),

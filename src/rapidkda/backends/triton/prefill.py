@@ -18,6 +18,7 @@ from .tiles import tiles_kernel
 WHOLE, TRANSITIONS, RESUME = 0, 1, 2  # as in scan.py
 COMPOSE_ROWS = 16
 TABLE_BLOCK = 128
+VIEWS = (torch.int32, torch.bfloat16, torch.float16, torch.float32)  # the workspace: table, and records in three dtypes
 
 
 _tiles = launch.Launcher(tiles_kernel)
@@ -28,71 +29,107 @@ _compose = launch.Launcher(compose_kernel)
 
 def prefill(call: PrefillCall) -> None:
     """`Backend.prefill`."""
-    tokens, segments = call.tokens, call.segments
-    if segments.count == 0:
+    if call.segments.count == 0:
         return
-    heads, key_dim, value_dim = tokens.value_heads, tokens.key_dim, tokens.value_dim
-    precise = tokens.q.dtype == torch.float32
-    where = config.machine(tokens.q.device)
-    choice = config.choose(where, key_dim, value_dim, precise)
-    chunk = plan.CHUNK
-    tiles = plan.max_tiles(tokens.count, segments.count)
-    blocks = (value_dim // choice.value_block, key_dim // choice.value_block)
-    cut = plan.cut(segments, tokens.count, heads, blocks, where.units)
-    record = plan.record_bytes(key_dim, value_dim, precise)
-    layout = plan.Layout.of(tiles, cut.parts, segments.count, heads, key_dim, value_dim, record)
-    workspace = _workspace(call, layout.total)
-    table, near, fine, full_precision = (
-        workspace.view(dtype) for dtype in (torch.int32, torch.bfloat16, torch.float16, torch.float32)
-    )
-    first_token, length = segments.first_token, segments.length
-    record_start = layout.records // plan.ALIGNMENT
-    carry_start, transition_start = layout.carries // plan.ALIGNMENT, layout.transitions // plan.ALIGNMENT
-    record_units = record // plan.ALIGNMENT
+    prepared = call.memo.get("triton")
+    if prepared is None:
+        prepared = call.memo["triton"] = Prepared(call)
+    prepared.run(call)
 
-    _tiles(
-        (segments.count + 1, 1, 1),
-        (table,),
-        (first_token, length),
-        (segments.count, tiles, cut.parts, cut.part_tiles),
-        (first_token.stride(0), length.stride(0)),
-        (chunk, TABLE_BLOCK),
-        num_warps=4,
-    )
-    if tokens.count > 0:
-        _prepare(
+
+class Prepared:
+    """What calls of a kind share: how segments are cut, where everything lies in the workspace, and the launches."""
+
+    def __init__(self, call: PrefillCall):
+        tokens, segments = call.tokens, call.segments
+        device, heads, key_dim, value_dim = tokens.q.device, tokens.value_heads, tokens.key_dim, tokens.value_dim
+        precise = tokens.q.dtype == torch.float32
+        where = config.machine(device)
+        self.choice = choice = config.choose(where, key_dim, value_dim, precise)
+        self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
+        self.cut = plan.cut(segments, tokens.count, heads, self.blocks, where.units)
+        tiles = plan.max_tiles(tokens.count, segments.count)
+        record = plan.record_bytes(key_dim, value_dim, precise)
+        layout = plan.Layout.of(tiles, self.cut.parts, segments.count, heads, key_dim, value_dim, record)
+        self.scratch_bytes = layout.total
+        self.record_units = record // plan.ALIGNMENT
+        self.starts = [x // plan.ALIGNMENT for x in (layout.records, layout.carries, layout.transitions)]
+        self._tiles = _tiles.bind(
+            device,
+            (segments.count + 1, 1, 1),
+            (segments.count, tiles, self.cut.parts, self.cut.part_tiles),
+            (segments.first_token.stride(0), segments.length.stride(0)),
+            (plan.CHUNK, TABLE_BLOCK),
+            num_warps=4,
+            views=VIEWS[:1],
+        )
+        self._prepare = _prepare.bind(
+            device,
             (tiles * heads, 1, 1),
-            (*launch.inputs(tokens), table, near, fine, full_precision),
-            (),
             (
-                2 * (segments.count + 1) + cut.parts,
+                2 * (segments.count + 1) + self.cut.parts,
                 tiles,
-                record_start,
+                self.starts[0],
                 heads,
                 heads // tokens.heads,
                 *launch.scalars(tokens),
             ),
             launch.strides(tokens),
-            (*launch.constants(tokens), choice.slice, record_units, precise, choice.precision),
+            (*launch.constants(tokens), choice.slice, self.record_units, precise, choice.precision),
             num_warps=choice.prepare_warps,
+            views=(None,) * len(launch.inputs(tokens)) + VIEWS,
+        )
+        parts = max(self.cut.parts, 1)
+        self._whole = self._scan(call, WHOLE, self.blocks[0], segments.count)
+        self._transitions = self._scan(call, TRANSITIONS, sum(self.blocks), parts)
+        self._resume = self._scan(call, RESUME, self.blocks[0], parts)
+        self._compose = _compose.bind(
+            device,
+            (value_dim // COMPOSE_ROWS, heads, segments.count),
+            (segments.count, *self.starts[1:], heads),
+            (),
+            (key_dim, value_dim, COMPOSE_ROWS, min(key_dim, 8192 // key_dim), choice.precision, min(choice.stages, 2)),
+            num_warps=4,
+            views=(VIEWS[0], VIEWS[3]),
         )
 
-    def scan(passes: int, row_blocks: int, count: int, compile_only: bool = False) -> bool:
-        final = call.final if passes != TRANSITIONS else None
-        exported = call.checkpoint_pool if passes != TRANSITIONS and call.checkpoints is not None else None
-        begin = offset = slot = None
-        if exported is not None and call.checkpoints is not None:
-            begin, offset, slot = call.checkpoints.begin, call.checkpoints.offset, call.checkpoints.slot
-        return _scan(
-            (row_blocks, heads, count),
-            (table, near, fine, full_precision, call.out, call.initial, final, exported),
-            (first_token, length, call.read_slots, call.write_slots, call.has_initial_state, begin, offset, slot),
+    def run(self, call: PrefillCall) -> None:
+        """Launch a call of this kind."""
+        tokens, segments = call.tokens, call.segments
+        workspace = _workspace(call, self.scratch_bytes)
+        self._tiles((workspace,), (segments.first_token, segments.length))
+        if tokens.count > 0:
+            self._prepare((*launch.inputs(tokens), *[workspace] * 4), ())
+        run, other = self._run_whole, self._run_parts
+        if self.cut.parts:
+            run, other = other, run
+        if run(call, workspace):  # the first call of its kind: another length may take the other form, and must not
+            other(call, workspace, compile_only=True)  # compile then
+
+    def _run_whole(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
+        exported = _exported(call)
+        return self._whole(
+            (*[workspace] * 4, call.out, call.initial, call.final, exported), _tables(call, exported), compile_only
+        )
+
+    def _run_parts(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
+        exported = _exported(call)
+        self._transitions((*[workspace] * 4, call.out, call.initial, None, None), _tables(call, None), compile_only)
+        self._compose((workspace, workspace), (), compile_only)
+        return self._resume(
+            (*[workspace] * 4, call.out, call.initial, call.final, exported), _tables(call, exported), compile_only
+        )
+
+    def _scan(self, call: PrefillCall, passes: int, row_blocks: int, count: int) -> launch.Launch:
+        tokens, segments, choice = call.tokens, call.segments, self.choice
+        exported = None if passes == TRANSITIONS else _exported(call)
+        return _scan.bind(
+            tokens.q.device,
+            (row_blocks, tokens.value_heads, count),
             (
                 segments.count,
-                record_start,
-                carry_start,
-                transition_start,
-                heads,
+                *self.starts,
+                tokens.value_heads,
                 launch.rows(call.initial),
                 launch.rows(call.final),
                 launch.rows(exported),
@@ -100,65 +137,54 @@ def prefill(call: PrefillCall) -> None:
             ),
             (
                 *call.out.stride()[:2],
-                first_token.stride(0),
-                length.stride(0),
+                segments.first_token.stride(0),
+                segments.length.stride(0),
                 launch.stride(call.initial),
                 launch.stride(call.final),
-                launch.stride(call.read_slots),
-                launch.stride(call.write_slots),
-                launch.stride(call.has_initial_state),
-                launch.stride(begin),
-                launch.stride(offset),
-                launch.stride(slot),
+                *[launch.stride(x) for x in _tables(call, exported)[2:]],
                 launch.stride(exported),
             ),
             (
-                key_dim,
-                value_dim,
-                chunk,
+                tokens.key_dim,
+                tokens.value_dim,
+                plan.CHUNK,
                 choice.value_block,
-                record_units,
+                self.record_units,
                 call.state_v_first,
                 passes,
-                precise,
+                tokens.q.dtype == torch.float32,
                 choice.precision,
                 choice.stages,
             ),
             num_warps=choice.scan_warps,
-            compile_only=compile_only,
+            views=VIEWS,
         )
 
-    def run_whole(compile_only: bool = False) -> bool:
-        return scan(WHOLE, blocks[0], segments.count, compile_only)
 
-    def run_parts(compile_only: bool = False) -> bool:
-        count = max(cut.parts, 1)
-        scan(TRANSITIONS, blocks[0] + blocks[1], count, compile_only)
-        _compose(
-            (value_dim // COMPOSE_ROWS, heads, segments.count),
-            (table, full_precision),
-            (),
-            (segments.count, carry_start, transition_start, heads),
-            (),
-            (
-                key_dim,
-                value_dim,
-                COMPOSE_ROWS,
-                min(key_dim, 8192 // key_dim),
-                choice.precision,
-                min(choice.stages, 2),
-            ),
-            num_warps=4,
-            compile_only=compile_only,
-        )
-        return scan(RESUME, blocks[0], count, compile_only)
+def _exported(call: PrefillCall) -> Tensor | None:
+    """The pool of the checkpoints, if there are any."""
+    return call.checkpoint_pool if call.checkpoints is not None else None
 
-    run, other = (run_parts, run_whole) if cut.parts else (run_whole, run_parts)
-    if run():  # the first call of its kind: another length may take the other form, and must not compile then
-        other(compile_only=True)
+
+def _tables(call: PrefillCall, exported: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Tables of a scan: segments, slots, and the checkpoints if it exports any."""
+    begin = offset = slot = None
+    if exported is not None and call.checkpoints is not None:
+        begin, offset, slot = call.checkpoints.begin, call.checkpoints.offset, call.checkpoints.slot
+    segments = call.segments
+    return (
+        segments.first_token,
+        segments.length,
+        call.read_slots,
+        call.write_slots,
+        call.has_initial_state,
+        begin,
+        offset,
+        slot,
+    )
 
 
 def _workspace(call: PrefillCall, size: int) -> Tensor:
     if call.workspace is None:
         return torch.empty(size, dtype=torch.uint8, device=call.tokens.q.device)
-    return call.workspace[:size]
+    return call.workspace

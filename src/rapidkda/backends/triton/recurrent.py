@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...problem import CommitCall, DecodeCall, Tokens, VerifyCall
+from ...problem import CommitCall, DecodeCall, VerifyCall
 from . import launch
 from .blocks import L2_EPS, exp, gate_bias, log_decay, narrow, trips, usable, write_strength
 
@@ -205,9 +205,8 @@ _commit = launch.Launcher(commit_kernel)
 
 def decode(call: DecodeCall) -> None:
     """`Backend.decode`."""
-    if call.segments.count == 0 or call.tokens.count == 0:
-        return
-    _launch_step(call.tokens, call, call.read_slots, call.write_slots, None)
+    if call.segments.count > 0 and call.tokens.count > 0:
+        _run_step(call, call.read_slots, call.write_slots, None)
 
 
 def verify(call: VerifyCall) -> None:
@@ -215,25 +214,33 @@ def verify(call: VerifyCall) -> None:
     if call.segments.count == 0 or call.tokens.count == 0:
         return
     if call.records is None:
-        _launch_step(call.tokens, call, call.slots, call.slots, call.accepted)
+        _run_step(call, call.slots, call.slots, call.accepted)
     else:
-        _launch_replay(call, call.records)
+        _run_replay(call, call.records)
 
 
-def _launch_step(
-    tokens: Tokens, call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accepted: Tensor | None
-) -> None:
-    segments, pool, out = call.segments, call.pool, call.out
+def _run_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accepted: Tensor | None) -> None:
+    prepared = call.memo.get("triton")
+    if prepared is None:
+        prepared = call.memo["triton"] = _bind_step(call, read, write, accepted)
+    segments = call.segments
+    prepared(
+        (*launch.inputs(call.tokens), call.out, call.pool),
+        (segments.first_token, segments.length, read, write, accepted),
+    )
+
+
+def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accepted: Tensor | None) -> launch.Launch:
+    tokens, segments, pool = call.tokens, call.segments, call.pool
     block = value_block(tokens.key_dim, tokens.value_dim, pool.dtype)
     positions = 1 if accepted is None else read.shape[1]
-    _step(
+    return _step.bind(
+        pool.device,
         (segments.count * (tokens.value_dim // block), tokens.value_heads, 1),
-        (*launch.inputs(tokens), out, pool),
-        (segments.first_token, segments.length, read, write, accepted),
         (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
         (
             *launch.strides(tokens),
-            *out.stride()[:2],
+            *call.out.stride()[:2],
             segments.first_token.stride(0),
             segments.length.stride(0),
             read.stride(0),
@@ -247,17 +254,27 @@ def _launch_step(
     )
 
 
-def _launch_replay(call: VerifyCall, records: Tensor) -> None:
-    tokens, segments, pool, out = call.tokens, call.segments, call.pool, call.out
-    block = min(tokens.value_dim, 8192 // tokens.key_dim)
-    _replay_verify(
-        (segments.count, tokens.value_heads, 1),
-        (*launch.inputs(tokens), out, pool, records),
+def _run_replay(call: VerifyCall, records: Tensor) -> None:
+    prepared = call.memo.get("triton")
+    if prepared is None:
+        prepared = call.memo["triton"] = _bind_replay(call, records)
+    segments = call.segments
+    prepared(
+        (*launch.inputs(call.tokens), call.out, call.pool, records),
         (segments.first_token, segments.length, call.slots, call.accepted),
+    )
+
+
+def _bind_replay(call: VerifyCall, records: Tensor) -> launch.Launch:
+    tokens, segments, pool = call.tokens, call.segments, call.pool
+    block = min(tokens.value_dim, 8192 // tokens.key_dim)
+    return _replay_verify.bind(
+        pool.device,
+        (segments.count, tokens.value_heads, 1),
         (pool.shape[0], call.pad_slot, records.shape[1], tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
         (
             *launch.strides(tokens),
-            *out.stride()[:2],
+            *call.out.stride()[:2],
             segments.first_token.stride(0),
             segments.length.stride(0),
             call.slots.stride(0),
@@ -272,16 +289,22 @@ def _launch_replay(call: VerifyCall, records: Tensor) -> None:
 
 def commit(call: CommitCall) -> None:
     """`Backend.commit`."""
-    pool, records, count = call.pool, call.records, call.slots.shape[0]
-    if count == 0:
+    if call.slots.shape[0] == 0:
         return
+    prepared = call.memo.get("triton")
+    if prepared is None:
+        prepared = call.memo["triton"] = _bind_commit(call)
+    prepared((call.pool, call.records), (call.slots, call.accepted))
+
+
+def _bind_commit(call: CommitCall) -> launch.Launch:
+    pool, records = call.pool, call.records
     heads, *inner = pool.shape[1:]
     value_dim, key_dim = inner if call.state_v_first else reversed(inner)
     block = value_block(key_dim, value_dim, pool.dtype)
-    _commit(
-        (count * (value_dim // block), heads, 1),
-        (pool, records),
-        (call.slots, call.accepted),
+    return _commit.bind(
+        pool.device,
+        (call.slots.shape[0] * (value_dim // block), heads, 1),
         (pool.shape[0], call.pad_slot, records.shape[1]),
         (call.slots.stride(0), call.accepted.stride(0), pool.stride(0), *records.stride()[:2]),
         (key_dim, value_dim, block, call.state_v_first),
