@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ REGISTRY: dict[str, str] = {
     "flashkda": "rapidkda.backends.flashkda:FlashKdaBackend",
     "torch": "rapidkda.backends.torch:TorchBackend",
 }
+_GUESTS: dict[str, Backend] = {}
 AUTO = "auto"
 CONFIG_KEY = "kda_prefill_backend"
 ENGINE_FLAG = "--kda-prefill-backend"
@@ -44,12 +46,34 @@ def backend_names() -> tuple[str, ...]:
     return (AUTO, *REGISTRY)
 
 
-@functools.cache
 def load(name: str) -> Backend:
     """The one instance of a backend. Importing a backend's folder must not need the packages it runs on."""
+    return _GUESTS[name] if name in _GUESTS else _registered(name)
+
+
+@functools.cache
+def _registered(name: str) -> Backend:
     module, attribute = REGISTRY[name].split(":")
     backend: Backend = getattr(importlib.import_module(module), attribute)()
     return backend
+
+
+@contextmanager
+def guest(backend: Backend) -> Iterator[None]:
+    """Let a backend that is not in the registry be asked for by its name while entered; `auto` never takes it.
+
+    For instruments that stand before or in the place of a real backend. Raises ValueError for a name that is taken or
+    is not in lower case.
+    """
+    name = backend.name
+    if name in backend_names() or name in _GUESTS or name != name.strip().lower():
+        raise ValueError(f"backend.name must be a new name in lower case, got {name!r}")
+    _GUESTS[name] = backend
+    try:
+        yield
+    finally:
+        del _GUESTS[name]
+        resolve_cached.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -82,7 +106,7 @@ def check_name(name: object, source: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{source} must be a backend name, got {type(name).__name__} {name!r}")
     lowered = name.strip().lower()
-    if lowered not in backend_names():
+    if lowered not in backend_names() and lowered not in _GUESTS:
         raise ValueError(f"{source} must be one of {', '.join(backend_names())}, got {name!r}")
     return lowered
 

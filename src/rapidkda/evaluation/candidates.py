@@ -1,0 +1,89 @@
+"""What the battery compares with float32 torch: a backend, and how much of the model changes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..backends.base import Backend, Request
+from ..device import Device
+from ..dispatch import REGISTRY, guest, load, resolve
+from ..errors import BackendUnavailable
+from ..problem import GateKind, Op
+from ..serving import BackendWish
+from .operands import NarrowOperands
+
+# operator: the model is float32, and its KDA operators run on bfloat16 operands. The difference is the backend's.
+# model: all of the model is bfloat16, as it is served. Most of the difference is the model's own rounding.
+Comparison = Literal["operator", "model"]
+STEPS: tuple[Op, ...] = ("prefill", "decode", "verify")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """One thing to judge.
+
+    Attributes:
+        name: as tables show it.
+        comparison: what changes with it.
+        backends: what the engine asks for.
+        instrument: a backend of no registry that `backends` names, or None.
+    """
+
+    name: str
+    comparison: Comparison
+    backends: BackendWish
+    instrument: Backend | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[BackendWish]:
+        """What the engine asks for, while it can be asked for."""
+        if self.instrument is None:
+            yield self.backends
+        else:
+            with guest(self.instrument):
+                yield self.backends
+
+
+def by_instrument(name: str, backend: Backend) -> Candidate:
+    """A float32 model whose KDA layers run on a backend of no registry."""
+    return Candidate(name, "operator", BackendWish(prefill=backend.name, decode=backend.name), backend)
+
+
+def reference() -> Candidate:
+    """The torch backend in a float32 model."""
+    return Candidate("torch-float32", "operator", BackendWish(prefill="torch", decode="torch"))
+
+
+def of_backend(name: str, comparison: Comparison, device: Device, gate: GateKind) -> Candidate:
+    """A backend of the registry on a device.
+
+    A backend that has prefill only is completed by `auto`'s choice for decode and verify.
+
+    Raises `BackendUnavailable` when it cannot run prefill of head dim 128 with this gate in bfloat16 here.
+    """
+    resolve(Request("prefill", device, gate=gate), name, "--backend")
+    decode = name
+    if any(load(name).unmet(Request(op, device, gate=gate)) for op in ("decode", "verify")):
+        decode = resolve(Request("verify", device, gate=gate)).name
+    shown = name if decode == name else f"{name}+{decode}"
+    if comparison == "model":
+        return Candidate(shown, comparison, BackendWish(prefill=name, decode=decode))
+    narrow = NarrowOperands(f"bf16-operands-{shown}", load(name), load(decode), load("torch"))
+    return Candidate(shown, comparison, BackendWish(prefill=narrow.name, decode=narrow.name), narrow)
+
+
+def runnable(device: Device, gate: GateKind) -> list[str]:
+    """Names of the backends that can run prefill here, in the order of the registry."""
+    names = []
+    for name in REGISTRY:
+        try:
+            resolve(Request("prefill", device, torch.bfloat16, gate=gate), name, "--backend")
+        except BackendUnavailable:
+            continue
+        names.append(name)
+    return names
