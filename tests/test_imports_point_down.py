@@ -25,7 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),  # the public names
     ("testing",),
     ("serving", "training"),
-    ("engine", "evaluation"),
+    ("engine",),
+    ("evaluation",),
     ("integrations",),
     ("bench",),
     ("cli",),

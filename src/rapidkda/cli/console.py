@@ -101,6 +101,14 @@ def writable(path: Path, what: str) -> Path:
     return path
 
 
+def load_flashkda(path: Path) -> None:
+    """FlashKDA's operator library from a file, or a UserError."""
+    try:
+        torch.ops.load_library(str(readable(path, "--flashkda")))
+    except OSError as error:
+        raise UserError(f"--flashkda must be a library that can be loaded, got {path}: {error}") from None
+
+
 def version_of(distribution: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:

@@ -48,7 +48,7 @@ def paired_difference(outcomes: Sequence[bool], reference: Sequence[bool]) -> Es
     both, neither = sum(a and b for a, b in pairs), sum(not a and not b for a, b in pairs)
     gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
     product = (both + gained) * (neither + lost) * (both + lost) * (neither + gained)
-    excess = both * neither - gained * lost
+    excess = float(both * neither - gained * lost)
     if excess > 0:
         excess = max(excess - count / 2, 0.0)
     correlation = excess / math.sqrt(product) if product else 0.0

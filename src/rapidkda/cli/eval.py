@@ -1,0 +1,239 @@
+"""`rapidkda eval`: what each backend does to a trained model's output."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..bench.result import collect_meta
+from ..device import Device
+from ..dispatch import REGISTRY
+from ..engine import MtpHead
+from ..engine.loading import TOKENIZER_FILES, load_model
+from ..evaluation import FULL, QUICK, Battery, Candidate, Judged, Models, Report, of_backend, reference, runnable
+from ..evaluation.candidates import Comparison
+from ..evaluation.report import as_json, draw, save
+from ..evaluation.statistics import Estimate
+from ..problem import GateKind
+from ..serving import BackendWish
+from ..serving.weights import Source
+from .console import UserError, console, device_option, load_flashkda, needs, writable
+
+Compared = Literal["operator", "model", "both"]
+MTP = "mtp."
+
+
+def evaluate(
+    model: Annotated[Path, typer.Option(help="Folder of a trained byte-level model.")],
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Backend to judge; may be repeated. Default: every one that can run.")
+    ] = None,
+    comparison: Annotated[
+        Compared | None,
+        typer.Option(
+            help="operator: only the KDA operators, on bfloat16 operands, in a float32 model. model: all of the model "
+            "in bfloat16. Default: operator on a CPU, both on a GPU."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A reduced battery, a minute on a CPU.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Result file to write (JSON).")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:N]. Default: the GPU if there is one.")] = None,
+    flashkda: Annotated[
+        Path | None, typer.Option(help="FlashKDA's library file (vllm/_flashkda_C.abi3.so); default: vllm's.")
+    ] = None,
+) -> None:
+    """Judge backends on a trained model: tasks, log-probabilities, continuations, speculation. Exit code 1 when one is
+    outside its budget.
+
+    All are compared with the torch backend in float32 on the same held-out problems and texts. The budget, for the
+    comparison "operator": arithmetic and needles within one point, mean |delta logprob| 5e-3, KL 1e-4 a token.
+
+    **Example:** `rapidkda eval --model ./model --quick --backend torch`
+    """
+    place = device_option(device)
+    target = None if out is None else writable(out, "--out")
+    if plots is not None:
+        needs("matplotlib", "eval")
+    needs("transformers", "transformers")
+    quiet: Any = importlib.import_module("transformers").logging
+    quiet.set_verbosity_error()  # it warns at every start that its own kernels are missing
+    quiet.disable_progress_bar()
+    if flashkda is not None:
+        load_flashkda(flashkda)
+    show = console()
+    try:
+        models = loaded_models(model, place)
+        gate = _gate(models)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+    found = Battery(models, QUICK if quick else FULL).run(
+        _candidates(backend, comparison, Device.of(place), gate), lambda line: typer.echo(line, err=True)
+    )
+    meta = {**dataclasses.asdict(collect_meta(place)), "model": model.name}
+    for table in (_budget_table(found), _needle_table(found), _generation_table(found)):
+        show.print(table)
+    _explain(show, found)
+    content = as_json(found, meta)
+    if target is not None:
+        save(target, content)
+        typer.echo(f"wrote {target}", err=True)
+    if plots is not None:
+        for path in draw(content, plots):
+            typer.echo(f"wrote {path}", err=True)
+    for line in _misses(found):
+        typer.echo(f"rapidkda: {line}", err=True)
+    if not found.within:
+        raise typer.Exit(1)
+
+
+def loaded_models(folder: Path, device: torch.device) -> Models:
+    """The models of a folder. ValueError for one with a tokenizer: the tasks are written in bytes."""
+    tokenizers = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if tokenizers:
+        raise ValueError(f"model must read bytes, as the tasks are written in them, got {folder} with {tokenizers[0]}")
+
+    def load(dtype: torch.dtype) -> Any:
+        return load_model(folder, dtype=dtype, device=device)
+
+    def head(dtype: torch.dtype, backends: BackendWish) -> MtpHead:
+        config = importlib.import_module("transformers").AutoConfig.from_pretrained(folder).get_text_config()
+        made = MtpHead.from_config(config, dtype=dtype, backends=backends, device=device)
+        made.load_weights(folder, MTP)
+        return made
+
+    with Source(folder) as tensors:
+        has_head = bool(tensors.names(MTP))
+    return Models(load, head if has_head else None)
+
+
+def _gate(models: Models) -> GateKind:
+    config = models.load(torch.float32).config.get_text_config()
+    return "softplus" if getattr(config, "linear_lower_bound", None) is None else "bounded"
+
+
+def _candidates(
+    names: Sequence[str] | None, comparison: Compared | None, device: Device, gate: GateKind
+) -> list[Candidate]:
+    for name in names or ():
+        if name not in REGISTRY:
+            raise UserError(f"--backend must be one of {', '.join(REGISTRY)}, got {name!r}")
+    compared = comparison or ("both" if device.capability is not None else "operator")
+    kinds: tuple[Comparison, ...] = ("operator", "model") if compared == "both" else (compared,)
+    wanted = list(names or runnable(device, gate))
+    found = [reference()] if "torch" in wanted and "operator" in kinds else []
+    return found + [of_backend(name, kind, device, gate) for kind in kinds for name in wanted]
+
+
+def _budget_table(report: Report) -> Table:
+    """Tasks and log-probabilities, one row a candidate."""
+    title = (
+        "against float32 torch: [95 % interval]; comparison operator: KDA alone on bf16 operands, model: all in bf16"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("backend", "comparison", "arithmetic %", "needles %"):
+        table.add_column(column, no_wrap=True)
+    for column in ("mean |dlogprob|", "max", "KL a token", "argmax changed %", "budget"):
+        table.add_column(column, justify="right", no_wrap=True)
+    right = report.reference
+    table.add_row("torch float32", "reference", _percent(right["arithmetic"]), _percent(right["needles"]))
+    for one in report.judged:
+        row = [one.name, one.comparison]
+        row += [_percent(one.tasks[task].right) if task in one.tasks else "-" for task in ("arithmetic", "needles")]
+        if one.drifts:
+            whole = one.drifts[0]
+            row += [_short(whole.mean_abs), f"{whole.max_abs:.1e}", _short(whole.kl), _percent(whole.changed)]
+        else:
+            row += ["-"] * 4
+        table.add_row(*row, _budget(one))
+    return table
+
+
+def _budget(one: Judged) -> str:
+    if one.error is not None:
+        return "FAILED"
+    if not one.verdicts:
+        return "none"
+    return "within" if one.within else "OUTSIDE"
+
+
+def _needle_table(report: Report) -> Table:
+    """Recall by length of the text."""
+    lengths = list(dict.fromkeys(question.length for question in report.questions["needles"]))
+    table = Table(title="needles recalled, %, by tokens of the text", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("backend", "comparison", *(f"{length:,}" for length in lengths)):
+        table.add_column(column, no_wrap=True)
+    rows = [("torch float32", "reference", report.reference_outcomes["needles"])]
+    rows += [(one.name, one.comparison, one.tasks["needles"].outcomes) for one in report.judged if one.tasks]
+    for name, comparison, outcomes in rows:
+        cells = []
+        for length in lengths:
+            asked = [o for q, o in zip(report.questions["needles"], outcomes) if q.length == length]
+            cells.append(f"{100 * asked.count('1') / len(asked):.1f}")
+        table.add_row(name, comparison, *cells)
+    return table
+
+
+def _generation_table(report: Report) -> Table:
+    """Greedy continuations and speculation."""
+    tokens = report.sizes.new_tokens
+    title = f"greedy continuations of {tokens} tokens; speculation with the MTP head, K drafts a step"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("backend", "comparison"):
+        table.add_column(column, no_wrap=True)
+    for column in ("agrees for (mean)", "whole %", "K", "accepted %", "tokens a step", "tokens/s", "same as K=0 %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in report.judged:
+        if one.agreement is None:
+            continue
+        lengths = one.agreement.lengths
+        first = [f"{sum(lengths) / len(lengths):.1f}", _percent(one.agreement.whole)]
+        for place, found in enumerate(one.speculation):
+            table.add_row(
+                *([one.name, one.comparison, *first] if place == 0 else [""] * 4),
+                str(found.drafts),
+                "-" if found.accepted is None else _percent(found.accepted),
+                f"{found.tokens_per_step:.2f}",
+                f"{found.tokens_per_s:,.0f}",
+                _percent(found.same),
+            )
+        if not one.speculation:
+            table.add_row(one.name, one.comparison, *first)
+    return table
+
+
+def _explain(show: Console, report: Report) -> None:
+    lives = sorted(life for head in report.half_lives for life in head.tokens)
+    if lives:
+        low, middle, high = (lives[int(part * (len(lives) - 1))] for part in (0.1, 0.5, 0.9))
+        deciles = f"{low:.3g}, {middle:.3g}, {high:.3g} tokens (deciles 1, 5 and 9)"
+        show.print(f"half-lives of the key channels on real text: {deciles}")
+    for one in report.judged:
+        chosen = ", ".join(f"{op} {name}" for op, name in one.backends.items())
+        show.print(f"{one.name}, {one.comparison}: {one.seconds:.0f} s; {chosen}", markup=False)
+
+
+def _misses(report: Report) -> Iterable[str]:
+    for one in report.judged:
+        if one.error is not None:
+            yield f"{one.name}, {one.comparison}: failed: {one.error}"
+        for verdict in one.verdicts:
+            if not verdict.within:
+                yield f"{one.name}: {verdict.what}: {verdict.value:.2e} above {verdict.limit:.2e}"
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+
+
+def _short(estimate: Estimate) -> str:
+    return f"{estimate.value:.1e} [{estimate.low:.1e}, {estimate.high:.1e}]".replace("e-0", "e-")

@@ -1,0 +1,262 @@
+"""The battery: every candidate on the same held-out tasks and texts, against the torch backend in float32."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..dispatch import load
+from ..engine import MtpHead, RequestResult
+from ..serving import BackendWish
+from . import generation, logprobs, tasks
+from .budget import Verdict, judge_drift, judge_share
+from .candidates import Candidate, reference
+from .decay import HalfLives, half_lives, record
+from .generation import Agreement, Speculation
+from .logprobs import Drift, Spans
+from .scoring import Scored, Scorer
+from .statistics import Estimate, paired_difference, share
+from .tasks import TASKS, Exam, Question, Task
+
+DTYPES = {"operator": torch.float32, "model": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything.
+
+    Attributes:
+        chunk: tokens of a prefill chunk; no multiple of the kernels' chunks, so that tails occur.
+        passages, spans: texts for log-probabilities, and how each is fed.
+        needle_lengths, needle_texts: tokens of the needle texts, and how many of each length.
+        problems: of arithmetic.
+        prompts, prompt_tokens, new_tokens: greedy continuations, and speculation.
+        decay_tokens: of the text whose decays are averaged.
+    """
+
+    chunk: int
+    passages: int
+    spans: Spans
+    needle_lengths: tuple[int, ...]
+    needle_texts: int
+    problems: int
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    decay_tokens: int
+
+
+FULL = Sizes(1000, 6, Spans(3840, 96, 160), (512, 1024, 2048, 4096, 8192, 16384), 3, 200, 8, 512, 128, 8192)
+QUICK = Sizes(200, 2, Spans(400, 32, 48), (512, 1024), 1, 24, 2, 128, 24, 1024)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Models:
+    """The model to judge with.
+
+    Attributes:
+        load: the model in a dtype, in evaluation mode.
+        head: its MTP head in a dtype with backends, or None.
+    """
+
+    load: Callable[[torch.dtype], Any]
+    head: Callable[[torch.dtype, BackendWish], MtpHead] | None = None
+
+
+@dataclass(slots=True)
+class TaskResult:
+    """One task.
+
+    Attributes:
+        right: share of right answers.
+        difference: to the reference's on the same questions.
+        outcomes: "1" or "0" for each question, in the order of `Report.questions`.
+    """
+
+    right: Estimate
+    difference: Estimate
+    outcomes: str
+
+
+@dataclass(slots=True)
+class Judged:
+    """What was found of one candidate.
+
+    Attributes:
+        name, comparison: of the candidate.
+        backends: of each operator, as the engine chose them.
+        drifts: of log-probabilities, all tokens first.
+        tasks: by task.
+        agreement: of greedy continuations.
+        speculation: by number of drafts.
+        verdicts: on the budget; none for the comparison "model".
+        error: what ended it early, or None.
+        seconds: that it took.
+    """
+
+    name: str
+    comparison: str
+    backends: dict[str, str] = field(default_factory=dict)
+    drifts: list[Drift] = field(default_factory=list)
+    tasks: dict[Task, TaskResult] = field(default_factory=dict)
+    agreement: Agreement | None = None
+    speculation: list[Speculation] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def within(self) -> bool:
+        """It ran to its end inside its budget."""
+        return self.error is None and all(verdict.within for verdict in self.verdicts)
+
+
+@dataclass(slots=True)
+class Report:
+    """The whole battery.
+
+    Attributes:
+        sizes: what was run.
+        questions: of the tasks, with length and depth.
+        reference: share of right answers of the reference, by task.
+        reference_outcomes: as `TaskResult.outcomes`.
+        half_lives: of every head.
+        judged: one entry a candidate.
+    """
+
+    sizes: Sizes
+    questions: dict[Task, list[Question]]
+    reference: dict[Task, Estimate]
+    reference_outcomes: dict[Task, str]
+    half_lives: list[HalfLives]
+    judged: list[Judged]
+
+    @property
+    def within(self) -> bool:
+        return all(one.within for one in self.judged)
+
+
+class Battery:
+    """Judges candidates one by one; the reference's answers are computed once.
+
+    Args:
+        models: to judge with.
+        sizes: how much of everything.
+        drafts: numbers of draft tokens to speculate with, 0 first.
+    """
+
+    def __init__(self, models: Models, sizes: Sizes, drafts: Sequence[int] = (0, 1, 3)):
+        self.models = models
+        self.sizes = sizes
+        self.drafts = tuple(drafts)
+        self.exams: dict[Task, Exam] = {
+            "needles": tasks.needles(sizes.needle_lengths, sizes.needle_texts),
+            "arithmetic": tasks.arithmetic(sizes.problems),
+        }
+        self._loaded: dict[torch.dtype, Any] = {}
+
+    def run(self, candidates: Sequence[Candidate], tell: Callable[[str], None] = lambda line: None) -> Report:
+        """Judge every candidate; one that fails does not keep the others from their turn."""
+        tell("reference: torch in float32, every text in one prefill")
+        report = Report(
+            sizes=self.sizes,
+            questions={task: list(exam.questions) for task, exam in self.exams.items()},
+            reference={task: share(outcomes) for task, outcomes in self._outcomes.items()},
+            reference_outcomes={task: _digits(outcomes) for task, outcomes in self._outcomes.items()},
+            half_lives=self._half_lives(),
+            judged=[],
+        )
+        for candidate in candidates:
+            tell(f"{candidate.name}, {candidate.comparison}")
+            report.judged.append(self.judge(candidate))
+        return report
+
+    def judge(self, candidate: Candidate) -> Judged:
+        """One candidate. What it raises is its result."""
+        found = Judged(candidate.name, candidate.comparison)
+        start = time.perf_counter()
+        try:
+            self._judge(candidate, found)
+        except Exception as error:  # a backend under test may fail in any way, and the next one is to be judged too
+            found.error = f"{type(error).__name__}: {error}"
+        found.seconds = time.perf_counter() - start
+        return found
+
+    def _judge(self, candidate: Candidate, found: Judged) -> None:
+        dtype = DTYPES[candidate.comparison]
+        model = self._model(dtype)
+        with candidate.installed() as backends:
+            scorer = Scorer(model, backends, chunk=self.sizes.chunk)
+            chosen = scorer.model.first_layer.choices
+            found.backends = {op: choice.name for op, choice in chosen.items()}
+            scored = logprobs.score_text(scorer, self.sizes.passages, self.sizes.spans)
+            found.drifts = logprobs.drifts(scored, self._scored)
+            for task in TASKS:
+                outcomes = tasks.sit(scorer, self.exams[task])
+                difference = paired_difference(outcomes, self._outcomes[task])
+                found.tasks[task] = TaskResult(share(outcomes), difference, _digits(outcomes))
+            if candidate.comparison == "operator":
+                found.verdicts = self._verdicts(found)
+            found.agreement = generation.agreement(self._continue(model, backends), self._continuations)
+            if self.models.head is not None:
+                found.speculation = generation.speculation(
+                    model,
+                    self.models.head(dtype, backends),
+                    backends,
+                    self._prompts,
+                    self.sizes.new_tokens,
+                    chunk=self.sizes.chunk,
+                    counts=self.drafts,
+                )
+
+    def _verdicts(self, found: Judged) -> list[Verdict]:
+        verdicts = [judge_share(task, one.difference) for task, one in found.tasks.items()]
+        for drift in found.drifts:
+            verdicts += judge_drift(drift)
+        return verdicts
+
+    def _model(self, dtype: torch.dtype) -> Any:
+        if dtype not in self._loaded:
+            self._loaded[dtype] = self.models.load(dtype)
+        return self._loaded[dtype]
+
+    @property
+    def _prompts(self) -> list[generation.Prompt]:
+        return generation.text_prompts(self.sizes.prompts, self.sizes.prompt_tokens)
+
+    def _continue(self, model: Any, backends: BackendWish) -> list[RequestResult]:
+        results, _ = generation.continue_all(
+            model, backends, self._prompts, self.sizes.new_tokens, chunk=self.sizes.chunk
+        )
+        return results
+
+    @cached_property
+    def _reference_scorer(self) -> Scorer:
+        longest = max(max(self.sizes.needle_lengths), self.sizes.spans.total)
+        model = self._model(torch.float32)
+        return Scorer(model, reference().backends, chunk=longest, max_tokens=longest, max_passages=16)
+
+    @cached_property
+    def _scored(self) -> list[Scored]:
+        return logprobs.score_text(self._reference_scorer, self.sizes.passages, self.sizes.spans, whole=True)
+
+    @cached_property
+    def _outcomes(self) -> dict[Task, list[bool]]:
+        return {task: tasks.sit(self._reference_scorer, exam, stepwise=False) for task, exam in self.exams.items()}
+
+    @cached_property
+    def _continuations(self) -> list[RequestResult]:
+        return self._continue(self._model(torch.float32), reference().backends)
+
+    def _half_lives(self) -> list[HalfLives]:
+        (text,) = generation.text_prompts(1, self.sizes.decay_tokens)
+        return half_lives(record(self._model(torch.float32), load("torch"), text))
+
+
+def _digits(outcomes: Sequence[bool]) -> str:
+    return "".join("1" if right else "0" for right in outcomes)
