@@ -19,6 +19,8 @@ COMMANDS = (
     ("generate",),
     ("plan",),
     ("verify",),
+    ("eval",),
+    ("capture",),
     ("compile",),
     ("bench", "cpu"),
     ("bench", "prefill"),
@@ -53,6 +55,11 @@ MISTAKES = {
     "unknown peer": (("bench", "prefill", "--peers", "cutlass", "--backend", "torch"), "cutlass"),
     "library that is not there": (("bench", "prefill", "--flashkda", "no.so", "--backend", "torch"), "no.so"),
     "a peer named as a backend": (("bench", "prefill", "--backend", "flashkda"), "--backend"),
+    "operands that are not there": (("bench", "decode", "--backend", "torch", "--inputs", "no.file"), "no.file"),
+    "operands that are none": (("verify", "--inputs", __file__), "rapidkda capture"),
+    "operands and a regime": (("verify", "--inputs", __file__, "--regime", "slow"), "--regime"),
+    "model that is not there": (("eval", "--model", "no/such"), "no/such"),
+    "nothing to capture from": (("capture", "--model", ".", "--text", "no.txt", "--out", "x"), "no.txt"),
     "unknown architecture": (("compile", "--arch", "sm_10"), "sm_90a"),
 }
 

@@ -23,6 +23,8 @@ from ..dispatch import REGISTRY, Choice, load, resolve
 from ..problem import GateKind, Op, Sizes
 from ..segments import Segments
 from ..testing.inputs import Inputs, make_inputs
+from ..testing.regimes import Regime
+from ..testing.regimes import regime as regime_by_name
 from ..testing.shapes import Shape
 from ..testing.tolerances import bar, worst_output_error, worst_state_error
 from .peers import Bound, Peer, poison
@@ -42,7 +44,7 @@ class Plan:
 
     op: Op
     shapes: tuple[Shape, ...]
-    regimes: tuple[str, ...]
+    regimes: tuple[str | Regime, ...]
     backends: tuple[str, ...]  # of ours, by name
     peers: tuple[Peer, ...]
     device: torch.device
@@ -70,7 +72,7 @@ def measure(plan: Plan, log: Log) -> Measured:
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         pending: list[tuple[Row, Sample, Expected, Future[Expected]]] = []
         for shape in plan.shapes:
-            for regime in plan.regimes:
+            for regime in map(regime_by_name, plan.regimes):
                 pending += _workload(plan, shape, regime, bandwidth, pool, log)
         for row, sample, (out, states), future in pending:
             want, final = future.result()
@@ -88,7 +90,7 @@ def measure(plan: Plan, log: Log) -> Measured:
 
 
 def _workload(
-    plan: Plan, shape: Shape, regime: str, bandwidth: float | None, pool: ProcessPoolExecutor, log: Log
+    plan: Plan, shape: Shape, regime: Regime, bandwidth: float | None, pool: ProcessPoolExecutor, log: Log
 ) -> Iterator[tuple[Row, Sample, Expected, Future[Expected]]]:
     """Every implementation on one workload."""
     moved = io_bytes(shape, plan.dtype)
@@ -104,23 +106,23 @@ def _workload(
     for name in plan.backends:
         unmet = load(name).unmet(_request(plan, inputs[0]))
         if unmet:
-            log(f"{shape.name} {regime}: {name} left out: {'; '.join(unmet)}")
+            log(f"{shape.name} {regime.name}: {name} left out: {'; '.join(unmet)}")
         else:
             binders[name] = _binder(plan, name)
     for peer in plan.peers:
         reason = peer.unmet(plan.op, inputs[0])
         if reason:
-            log(f"{shape.name} {regime}: {peer.name} left out: {reason}")
+            log(f"{shape.name} {regime.name}: {peer.name} left out: {reason}")
         else:
             binders[peer.name] = peer.bind
     for name, bind in binders.items():
         try:
-            row, results = _timed(plan, shape, regime, name, [bind(one) for one in inputs], sample)
+            row, results = _timed(plan, shape, regime.name, name, [bind(one) for one in inputs], sample)
         except torch.cuda.OutOfMemoryError as error:
-            log(f"{shape.name} {regime}: {name} left out: {str(error).splitlines()[0]}")
+            log(f"{shape.name} {regime.name}: {name} left out: {str(error).splitlines()[0]}")
             continue
         shown = f"{row.us:10.1f} us" + (f", {row.us / floor:5.2f} x floor" if floor else "")
-        log(f"{plan.op} {shape.name} {regime} {name}: {shown}, host {row.host_us} us, {row.launches} launches")
+        log(f"{plan.op} {shape.name} {regime.name} {name}: {shown}, host {row.host_us} us, {row.launches} launches")
         yield replace(row, floor_us=None if floor is None else round(floor, 2)), sample, results, future
 
 

@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..errors import BackendUnavailable, ConfigConflict
-from . import bench, compile, demo, doctor, eval, generate, plan, verify
+from . import bench, capture, compile, demo, doctor, eval, generate, plan, verify
 from .console import VARIABLES, UserError, complaint
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # the base of every complaint about arguments
@@ -24,6 +24,7 @@ app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("verify")(verify.verify)
 app.command("eval")(eval.evaluate)
+app.command("capture")(capture.capture_operands)
 app.command("compile")(compile.compile_kernels)
 app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")

@@ -19,9 +19,9 @@ from ..bench.timing import Settings
 from ..dispatch import REGISTRY
 from ..errors import BackendUnavailable
 from ..problem import Op
-from ..testing.regimes import REGIMES
+from ..testing.regimes import REGIMES, Regime
 from ..testing.shapes import DECODE_BATCHES, PREFILL, VERIFY_DRAFTS, Shape, by_name, decode_shape
-from .console import UserError, backend_option, console, needs, readable, writable
+from .console import UserError, backend_option, captured_option, console, needs, readable, writable
 
 app = typer.Typer(help="Measure rapidkda and its peers in one run, or report what a run measured.")
 
@@ -78,6 +78,10 @@ FlashOption = Annotated[
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Rounds of the median.")]
 ReplaysOption = Annotated[int, typer.Option("--replays", min=1, help="Graph replays of one round.")]
 HeadsOption = Annotated[int, typer.Option("--heads", min=1, help="Heads of a rank.")]
+InputsOption = Annotated[
+    Path | None,
+    typer.Option("--inputs", help="Operands of a model (see rapidkda capture), tiled, instead of a gate regime."),
+]
 BatchOption = Annotated[
     list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated. Default: 1, 8, 64, 256, 1024.")
 ]
@@ -89,6 +93,7 @@ def bench_prefill(
     shape: ShapeOption = None,
     regime: RegimeOption = None,
     backend: BackendsOption = None,
+    inputs: InputsOption = None,
     peers: PeersOption = "all",
     flashkda: FlashOption = None,
     rounds: RoundsOption = 5,
@@ -102,7 +107,7 @@ def bench_prefill(
         shapes = tuple(by_name(name) for name in shape) if shape else PREFILL
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    measure("prefill", shapes, regime, backend, peers, flashkda, rounds, replays, out)
+    measure("prefill", shapes, _regimes(regime, inputs, shapes), backend, peers, flashkda, rounds, replays, out)
 
 
 @app.command("decode")
@@ -112,6 +117,7 @@ def bench_decode(
     heads: HeadsOption = 16,
     regime: RegimeOption = None,
     backend: BackendsOption = None,
+    inputs: InputsOption = None,
     peers: PeersOption = "all",
     rounds: RoundsOption = 5,
     replays: ReplaysOption = 10,
@@ -121,7 +127,7 @@ def bench_decode(
     **Example:** `rapidkda bench decode --batch 64 --batch 256 --heads 16`
     """
     shapes = tuple(decode_shape(n, heads) for n in batch or DECODE_BATCHES)
-    measure("decode", shapes, regime, backend, peers, None, rounds, replays, out)
+    measure("decode", shapes, _regimes(regime, inputs, shapes), backend, peers, None, rounds, replays, out)
 
 
 @app.command("verify")
@@ -134,6 +140,7 @@ def bench_verify(
     heads: HeadsOption = 16,
     regime: RegimeOption = None,
     backend: BackendsOption = None,
+    inputs: InputsOption = None,
     slots: Annotated[bool, typer.Option("--slots", help="One slot a position instead of replay of records.")] = False,
     rounds: RoundsOption = 5,
     replays: ReplaysOption = 10,
@@ -144,7 +151,8 @@ def bench_verify(
     """
     counts = [(n, k) for k in drafts or VERIFY_DRAFTS for n in batch or DECODE_BATCHES]
     shapes = tuple(decode_shape(n, heads, k) for n, k in counts)
-    measure("verify", shapes, regime, backend, "none", None, rounds, replays, out, replay=not slots)
+    regimes = _regimes(regime, inputs, shapes)
+    measure("verify", shapes, regimes, backend, "none", None, rounds, replays, out, replay=not slots)
 
 
 @app.command("layer")
@@ -181,7 +189,7 @@ def bench_layer(
 def measure(
     op: Op,
     shapes: tuple[Shape, ...],
-    regime: list[str] | None,
+    regimes: tuple[str | Regime, ...],
     backend: list[str] | None,
     peers: str,
     flashkda: Path | None,
@@ -204,7 +212,7 @@ def measure(
     plan = steps.Plan(
         op=op,
         shapes=shapes,
-        regimes=tuple(known_regimes(regime, ("fast", "slow"))),
+        regimes=regimes,
         backends=names,
         peers=_peers(peers, flashkda),
         device=device,
@@ -219,6 +227,19 @@ def measure(
         typer.echo(f"rapidkda: {line}", err=True)
     if measured.missed:
         raise typer.Exit(1)
+
+
+def _regimes(given: list[str] | None, inputs: Path | None, shapes: tuple[Shape, ...]) -> tuple[str | Regime, ...]:
+    """The regimes asked for, or the operands of a file, which must fit the workloads."""
+    if inputs is None:
+        return tuple(known_regimes(given, ("fast", "slow")))
+    if given is not None:
+        raise UserError("--inputs and --regime must not both be given: a file stands in the place of a regime")
+    captured = captured_option(inputs)
+    for shape in shapes:
+        if not captured.fits(shape):
+            raise UserError(f"--shape must have the head dims of --inputs, got {shape.name}")
+    return (captured.regime(),)
 
 
 def _peers(names: str, flashkda: Path | None) -> tuple[Peer, ...]:

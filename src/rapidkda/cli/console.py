@@ -13,6 +13,8 @@ from rich.console import Console
 
 from .. import env
 from ..dispatch import AUTO, check_name
+from ..testing import captured
+from ..testing.captured import Captured
 
 WIDTH_WHEN_PIPED = 132  # tables must not be cut to 80 columns in a log
 
@@ -99,6 +101,14 @@ def writable(path: Path, what: str) -> Path:
     except OSError as error:
         raise UserError(f"{what} must be in a folder that can be made, got {path}: {error.strerror}") from None
     return path
+
+
+def captured_option(path: Path) -> Captured:
+    """The captured operands of `--inputs`, or a UserError."""
+    try:
+        return captured.load(readable(path, "--inputs"))
+    except ValueError as error:
+        raise UserError(f"--inputs: {error}") from None
 
 
 def load_flashkda(path: Path) -> None:

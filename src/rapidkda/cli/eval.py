@@ -80,7 +80,7 @@ def evaluate(
         _candidates(backend, comparison, Device.of(place), gate), lambda line: typer.echo(line, err=True)
     )
     meta = {**dataclasses.asdict(collect_meta(place)), "model": model.name}
-    for table in (_budget_table(found), _needle_table(found), _generation_table(found)):
+    for table in (_task_table(found), _drift_table(found), _needle_table(found), _generation_table(found)):
         show.print(table)
     _explain(show, found)
     content = as_json(found, meta)
@@ -134,27 +134,40 @@ def _candidates(
     return found + [of_backend(name, kind, device, gate) for kind in kinds for name in wanted]
 
 
-def _budget_table(report: Report) -> Table:
-    """Tasks and log-probabilities, one row a candidate."""
-    title = (
-        "against float32 torch: [95 % interval]; comparison operator: KDA alone on bf16 operands, model: all in bf16"
-    )
+def _task_table(report: Report) -> Table:
+    """Tasks, one row a candidate, and whether it is inside its budget."""
+    title = "right answers; difference to float32 torch on the same questions, in points; [95 % interval]"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("backend", "comparison", "arithmetic %", "needles %"):
+    for column in ("backend", "comparison", "arithmetic %", "difference", "needles %", "difference", "budget"):
         table.add_column(column, no_wrap=True)
-    for column in ("mean |dlogprob|", "max", "KL a token", "argmax changed %", "budget"):
-        table.add_column(column, justify="right", no_wrap=True)
     right = report.reference
-    table.add_row("torch float32", "reference", _percent(right["arithmetic"]), _percent(right["needles"]))
+    table.add_row("torch float32", "reference", _percent(right["arithmetic"]), "", _percent(right["needles"]))
     for one in report.judged:
-        row = [one.name, one.comparison]
-        row += [_percent(one.tasks[task].right) if task in one.tasks else "-" for task in ("arithmetic", "needles")]
-        if one.drifts:
-            whole = one.drifts[0]
-            row += [_short(whole.mean_abs), f"{whole.max_abs:.1e}", _short(whole.kl), _percent(whole.changed)]
-        else:
-            row += ["-"] * 4
-        table.add_row(*row, _budget(one))
+        found = [one.tasks.get(task) for task in ("arithmetic", "needles")]
+        cells = [_percent(x) for task in found if task is not None for x in (task.right, task.difference)]
+        table.add_row(one.name, one.comparison, *(cells or ["-"] * 4), _budget(one))
+    return table
+
+
+def _drift_table(report: Report) -> Table:
+    """Log-probabilities, one row a candidate and kind of step."""
+    title = "log-probabilities of held-out text against float32 torch, nats; [95 % interval]"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("backend", "comparison", "steps"):
+        table.add_column(column, no_wrap=True)
+    for column in ("tokens", "mean |difference|", "max", "KL a token", "argmax other %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in report.judged:
+        for place, drift in enumerate(one.drifts):
+            table.add_row(
+                *((one.name, one.comparison) if place == 0 else ("", "")),
+                drift.kind,
+                f"{drift.tokens:,}",
+                _short(drift.mean_abs),
+                f"{drift.max_abs:.1e}",
+                _short(drift.kl),
+                _percent(drift.changed),
+            )
     return table
 
 
@@ -217,9 +230,9 @@ def _explain(show: Console, report: Report) -> None:
         low, middle, high = (lives[int(part * (len(lives) - 1))] for part in (0.1, 0.5, 0.9))
         deciles = f"{low:.3g}, {middle:.3g}, {high:.3g} tokens (deciles 1, 5 and 9)"
         show.print(f"half-lives of the key channels on real text: {deciles}")
-    for one in report.judged:
-        chosen = ", ".join(f"{op} {name}" for op, name in one.backends.items())
-        show.print(f"{one.name}, {one.comparison}: {one.seconds:.0f} s; {chosen}", markup=False)
+    seconds = ", ".join(f"{one.name} ({one.comparison}) {one.seconds:.0f}" for one in report.judged)
+    show.print(f"seconds: {seconds}")
+    show.print("operator: the KDA operators on bfloat16 operands in a float32 model; model: all of it in bfloat16")
 
 
 def _misses(report: Report) -> Iterable[str]:

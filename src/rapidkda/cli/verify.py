@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -17,9 +18,9 @@ from ..device import Device
 from ..dispatch import REGISTRY, load, resolve
 from ..problem import OPS, GateKind, Op
 from ..testing.accuracy import Check, check_conv, check_norm, kda_checks
-from ..testing.regimes import REGIMES
+from ..testing.regimes import REGIMES, Regime
 from ..testing.shapes import SMALL, Shape, by_name
-from .console import UserError, console, device_option, one_backend
+from .console import UserError, captured_option, console, device_option, one_backend
 
 KDA_OPS: tuple[Op, ...] = ("prefill", "decode", "verify")
 LONG = (Shape("long", (1024,), 2), Shape("ragged_long", (300, 7, 517, 96), 2))  # many chunks
@@ -33,6 +34,10 @@ def verify(
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:N]. Default: the GPU if there is one.")] = None,
     regime: Annotated[list[str] | None, typer.Option(help="Only this gate regime; may be repeated.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Only this named workload; may be repeated.")] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(help="Operands of a model (see rapidkda capture), tiled, instead of the gate regimes."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few shapes, one second a backend.")] = False,
     details: Annotated[
         bool, typer.Option("--details", help="One row a check instead of the worst of each group.")
@@ -47,8 +52,14 @@ def verify(
     **Example:** `rapidkda verify --backend torch --regime slow`
     """
     place = device_option(device)
-    regimes = _known("--regime", regime, tuple(REGIMES))
+    regimes = [REGIMES[name] for name in _known("--regime", regime, tuple(REGIMES))]
     shapes = _shapes(shape, quick)
+    if inputs is not None:
+        if regime:
+            raise UserError("--inputs and --regime must not both be given: a file stands in the place of the regimes")
+        captured = captured_option(inputs)
+        regimes = [captured.regime()]
+        shapes = [one for one in shapes if captured.fits(one)]
     names = _runnable(one_backend(backend), place)
     dtypes = (torch.bfloat16,) if place.type == "cuda" else (torch.float32, torch.bfloat16)
     if place.type == "cpu":
@@ -75,14 +86,14 @@ def verify(
         raise typer.Exit(1)
 
 
-Job = tuple[Op, torch.dtype, str]  # operator, dtype, regime ("" where it has none)
+Job = tuple[Op, torch.dtype, Regime | None]  # operator, dtype, regime where it has one
 
 
-def _jobs(name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], regimes: list[str]) -> Iterator[Job]:
+def _jobs(name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], regimes: list[Regime]) -> Iterator[Job]:
     """What the backend says it can do here."""
     for op in OPS:
         for dtype in dtypes:
-            for regime in regimes if op in KDA_OPS else [""]:
+            for regime in regimes if op in KDA_OPS else [None]:
                 if not load(name).unmet(Request(op, Device.of(device), dtype, gate=_gate(regime))):
                     yield op, dtype, regime
 
@@ -91,7 +102,7 @@ def _run(name: str, job: Job, shape: Shape, device: torch.device, seed: int) -> 
     op, dtype, regime = job
     if op == "conv":
         return [check_conv(shape, dtype, device, name, seed)]
-    if op == "norm":
+    if regime is None:
         return [check_norm(shape, dtype, device, name, seed)]
     grouped = shape.hv > shape.heads
     request = Request(
@@ -102,8 +113,8 @@ def _run(name: str, job: Job, shape: Shape, device: torch.device, seed: int) -> 
     return [check(shape, regime, dtype, device, name, seed) for check in kda_checks(op)]
 
 
-def _gate(regime: str) -> GateKind:
-    return "softplus" if regime and REGIMES[regime].lower_bound is None else "bounded"
+def _gate(regime: Regime | None) -> GateKind:
+    return "softplus" if regime is not None and regime.lower_bound is None else "bounded"
 
 
 def _known(option: str, given: list[str] | None, names: tuple[str, ...]) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 Z = 1.959964  # two-sided 95 % of the normal distribution
 RESAMPLES = 1000
 BLOCK = 64  # tokens that a resample keeps together, as neighbours in a text are not independent
+FEWEST = 8  # blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def paired_difference(outcomes: Sequence[bool], reference: Sequence[bool]) -> Es
 
 
 def mean(values: np.ndarray) -> Estimate:
-    """Mean of values [n] in the order of a text, with a percentile bootstrap over blocks of `BLOCK` of them.
+    """Mean of values [n] in the order of a text, with a percentile bootstrap over blocks of `BLOCK` of them or fewer.
 
     Anything that is not finite makes all of it infinite.
     """
@@ -71,9 +72,10 @@ def mean(values: np.ndarray) -> Estimate:
         return Estimate(math.nan, math.nan, math.nan, 0)
     if not np.isfinite(values).all():
         return Estimate(math.inf, math.inf, math.inf, values.size)
-    starts = np.arange(0, values.size, BLOCK)
+    size = min(BLOCK, max(1, values.size // FEWEST))
+    starts = np.arange(0, values.size, size)
     sums = np.add.reduceat(values, starts)
-    sizes = np.minimum(BLOCK, values.size - starts)
+    sizes = np.minimum(size, values.size - starts)
     picks = np.random.default_rng(0).integers(0, len(starts), (RESAMPLES, len(starts)))
     low, high = np.percentile(sums[picks].sum(1) / sizes[picks].sum(1), [2.5, 97.5])
     return Estimate(float(values.mean()), float(low), float(high), values.size)

@@ -16,6 +16,8 @@ from .. import ops, reference
 from ..problem import Op
 from ..segments import Segments
 from .inputs import Inputs, make_inputs
+from .regimes import Regime
+from .regimes import regime as regime_by_name
 from .shapes import Shape
 from .tolerances import Bar, bar, case_bar, relative_error, worst_output_error, worst_state_error
 
@@ -48,7 +50,7 @@ def pool_of(states: Tensor, seed: int, spare: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def check_prefill(
-    shape: Shape, regime: str, dtype: torch.dtype, device: torch.device, backend: str, seed: int
+    shape: Shape, regime: str | Regime, dtype: torch.dtype, device: torch.device, backend: str, seed: int
 ) -> Check:
     """Segments with gaps between them, strided inputs, every second one continued from its state."""
     inputs = make_inputs(shape, regime, dtype=dtype, device=device, seed=seed, layout="fused", gaps=True)
@@ -70,7 +72,9 @@ def check_prefill(
     return _judge("prefill", "", shape, regime, dtype, inputs, out, want, pool[slots.long()], final)
 
 
-def check_decode(shape: Shape, regime: str, dtype: torch.dtype, device: torch.device, backend: str, seed: int) -> Check:
+def check_decode(
+    shape: Shape, regime: str | Regime, dtype: torch.dtype, device: torch.device, backend: str, seed: int
+) -> Check:
     """One token for each request of the shape."""
     batch = replace(shape, seq_lens=(1,) * len(shape.seq_lens))
     inputs = make_inputs(batch, regime, dtype=dtype, device=device, seed=seed, layout="fused")
@@ -82,7 +86,7 @@ def check_decode(shape: Shape, regime: str, dtype: torch.dtype, device: torch.de
 
 
 def check_verify(
-    shape: Shape, regime: str, dtype: torch.dtype, device: torch.device, backend: str, seed: int, replay: bool
+    shape: Shape, regime: str | Regime, dtype: torch.dtype, device: torch.device, backend: str, seed: int, replay: bool
 ) -> Check:
     """Two verify steps; the second starts from the tokens of the first that were accepted, 1 to 1 + k of each."""
     count, most = len(shape.seq_lens), 4
@@ -161,7 +165,7 @@ def check_norm(shape: Shape, dtype: torch.dtype, device: torch.device, backend: 
     return Check("norm", "", shape.name, "", dtype, relative_error(out, want), None, case_bar(dtype))
 
 
-KdaCheck = Callable[[Shape, str, torch.dtype, torch.device, str, int], Check]
+KdaCheck = Callable[[Shape, str | Regime, torch.dtype, torch.device, str, int], Check]
 
 
 def kda_checks(op: Op) -> tuple[KdaCheck, ...]:
@@ -182,7 +186,7 @@ def _judge(
     op: Op,
     form: str,
     shape: Shape,
-    regime: str,
+    regime: str | Regime,
     dtype: torch.dtype,
     inputs: Inputs,
     out: Tensor,
@@ -192,4 +196,5 @@ def _judge(
 ) -> Check:
     err_out = worst_output_error(out, want, inputs.spans)
     err_state = worst_state_error(state, final)
-    return Check(op, form, shape.name, regime, dtype, err_out, err_state, bar(regime, dtype))
+    name = regime_by_name(regime).name
+    return Check(op, form, shape.name, name, dtype, err_out, err_state, bar(name, dtype))

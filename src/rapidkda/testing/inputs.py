@@ -133,12 +133,13 @@ def make_inputs(
         layout: "fused" makes q, k, v column slices of one buffer, and g and beta slices of padded ones.
         gaps: segments in reverse order on the token axis, with NaN rows between them and at both ends.
     """
-    chosen = regime_by_name(regime) if isinstance(regime, str) else regime
+    chosen = regime_by_name(regime)
     generator = torch.Generator(device).manual_seed(seed)
     raw = chosen.generate(shape, generator)
-    states = 0.1 * torch.randn(
-        (len(shape.seq_lens), shape.hv, shape.value_dim, shape.key_dim), generator=generator, device=device
-    )
+    states = raw.states
+    if states is None:
+        extents = (len(shape.seq_lens), shape.hv, shape.value_dim, shape.key_dim)
+        states = 0.1 * torch.randn(extents, generator=generator, device=device)
     first_token, rows = _placement(shape.seq_lens, gaps)
     segments = Segments.from_lengths(shape.seq_lens, device, first_token)
     operands = _place(raw, shape, first_token, rows, dtype, g_dtype or dtype, beta_dtype or dtype, layout)

@@ -20,7 +20,7 @@ BLOCK = 16  # tokens; the staggered regime closes each half of the channels for 
 
 @dataclass(slots=True, eq=False)
 class Raw:
-    """Raw inputs of a regime, float32: the KDA operands before any rounding, and the gate's parameters."""
+    """Raw inputs of a regime, float32: the KDA operands before any rounding, the gate's parameters and the states."""
 
     q: Tensor  # [T, H, K]
     k: Tensor  # [T, H, K]
@@ -29,6 +29,7 @@ class Raw:
     beta: Tensor  # [T, HV] logits
     A_log: Tensor  # [HV]
     dt_bias: Tensor  # [HV, K]
+    states: Tensor | None = None  # [N, HV, V, K]; None: small random ones
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,10 @@ REGIMES: dict[str, Regime] = {
 }
 
 
-def regime(name: str) -> Regime:
-    """The regime of that name, or a ValueError that lists the names."""
+def regime(name: str | Regime) -> Regime:
+    """The regime of that name, or a ValueError that lists the names. A `Regime` stands for itself."""
+    if isinstance(name, Regime):
+        return name
     if name not in REGIMES:
         raise ValueError(f"regime must be one of {', '.join(REGIMES)}, got {name!r}")
     return REGIMES[name]

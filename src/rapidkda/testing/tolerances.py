@@ -22,8 +22,9 @@ class Bar:
 
 _HALF = {"fast": Bar(5.0e-3, 4.0e-3), "slow": Bar(5.5e-3, 4.5e-3), "collinear": Bar(8.0e-3, 8.0e-3)}
 _FLOAT32 = {"fast": Bar(2e-6, 2e-6), "slow": Bar(2e-6, 2e-6), "collinear": Bar(1e-5, 1e-5)}
-# Which measured bar a regime answers to: with one slow channel in two, or keys that carry mass, memory is long.
-_ANSWERS_TO = {"mixed": "slow", "unbounded": "fast", "staggered": "collinear"}
+# Which measured bar a regime answers to: with one slow channel in two, keys that carry mass, or the gates of a trained
+# model, memory is long.
+_ANSWERS_TO = {"mixed": "slow", "unbounded": "fast", "staggered": "collinear", "captured": "slow"}
 
 # Constructed cases (one-hot probes, one-token sequences, extreme gates) have few terms to average rounding over.
 _CASE_HALF = Bar(1e-2, 5e-3)
