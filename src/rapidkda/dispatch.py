@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ REGISTRY: dict[str, str] = {
     "torch": "rapidkda.backends.torch:TorchBackend",
 }
 _GUESTS: dict[str, Backend] = {}
+_GUEST_NUMBERS = itertools.count(1)
 AUTO = "auto"
 CONFIG_KEY = "kda_prefill_backend"
 ENGINE_FLAG = "--kda-prefill-backend"
@@ -59,21 +61,18 @@ def _registered(name: str) -> Backend:
 
 
 @contextmanager
-def guest(backend: Backend) -> Iterator[None]:
-    """Let a backend that is not in the registry be asked for by its name while entered; `auto` never takes it.
+def guest(backend: Backend) -> Iterator[str]:
+    """Let a backend that is not in the registry be asked for, by the name that is yielded; `auto` never takes it.
 
-    For instruments that stand before or in the place of a real backend. Raises ValueError for a name that is taken or
-    is not in lower case.
+    For instruments that stand before or in the place of a real backend. A name is given once and never again, so that
+    nothing that was decided for one guest is taken for another.
     """
-    name = backend.name
-    if name in backend_names() or name in _GUESTS or name != name.strip().lower():
-        raise ValueError(f"backend.name must be a new name in lower case, got {name!r}")
+    name = f"{backend.name}-{next(_GUEST_NUMBERS)}"
     _GUESTS[name] = backend
     try:
-        yield
+        yield name
     finally:
         del _GUESTS[name]
-        resolve_cached.cache_clear()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rapidkda.dispatch import guest, load
+from rapidkda.dispatch import check_name, guest, load
 from rapidkda.evaluation.operands import NarrowOperands, Recording
 from rapidkda.evaluation.scoring import DECODE, MIXED, VERIFY, Move, Passage, Scorer
 from rapidkda.serving import BackendWish
@@ -53,8 +53,8 @@ def test_narrow_operands_round_the_operator_and_nothing_else(small: Any) -> None
     recording = Recording("seen-here", plain)
     narrow = NarrowOperands("narrow-here", recording, recording, plain)
     passage = [Passage(TEXT, 60, MIXED)]
-    with guest(narrow):
-        wish = BackendWish(prefill=narrow.name, decode=narrow.name)
+    with guest(narrow) as name:
+        wish = BackendWish(prefill=name, decode=name)
         scored = Scorer(small, wish, chunk=64).score(passage)[0].logprobs
     assert {x.dtype for seen in recording.seen for x in (seen.q, seen.k, seen.v, seen.g, seen.beta)} == {torch.bfloat16}
     difference = (scored - untouched(small, TEXT)).abs().mean()
@@ -62,13 +62,12 @@ def test_narrow_operands_round_the_operator_and_nothing_else(small: Any) -> None
 
 
 def test_a_guest_is_known_while_it_is_entered() -> None:
-    guest_backend = Recording("a-guest", load("torch"))
-    with guest(guest_backend):
-        assert load("a-guest") is guest_backend
-        with pytest.raises(ValueError, match=r"backend\.name must be a new name"), guest(guest_backend):
-            pass
+    first, second = (Recording("a-guest", load("torch")) for _ in range(2))
+    with guest(first) as name, guest(second) as other:
+        assert load(name) is first
+        assert load(other) is second
+        assert check_name(name, "backend") == name
     with pytest.raises(KeyError):
-        load("a-guest")
-    for name in ("torch", "auto", "Loud"):
-        with pytest.raises(ValueError, match=r"backend\.name must be"), guest(Recording(name, load("torch"))):
-            pass
+        load(name)
+    with pytest.raises(ValueError, match="backend must be one of auto, cuda"):
+        check_name(name, "backend")

@@ -15,7 +15,7 @@ from ..engine import MtpHead, RequestResult
 from ..serving import BackendWish
 from . import generation, logprobs, tasks
 from .budget import Verdict, judge_drift, judge_share
-from .candidates import Candidate, reference
+from .candidates import REFERENCE, Candidate
 from .decay import HalfLives, half_lives, record
 from .generation import Agreement, Speculation
 from .logprobs import Drift, Spans
@@ -193,7 +193,7 @@ class Battery:
         with candidate.installed() as backends:
             scorer = Scorer(model, backends, chunk=self.sizes.chunk)
             chosen = scorer.model.first_layer.choices
-            found.backends = {op: choice.name for op, choice in chosen.items()}
+            found.backends = {op: choice.backend.name for op, choice in chosen.items()}
             scored = logprobs.score_text(scorer, self.sizes.passages, self.sizes.spans)
             found.drifts = logprobs.drifts(scored, self._scored)
             for task in TASKS:
@@ -239,7 +239,7 @@ class Battery:
     def _reference_scorer(self) -> Scorer:
         longest = max(max(self.sizes.needle_lengths), self.sizes.spans.total)
         model = self._model(torch.float32)
-        return Scorer(model, reference().backends, chunk=longest, max_tokens=longest, max_passages=16)
+        return Scorer(model, REFERENCE, chunk=longest, max_tokens=longest, max_passages=16)
 
     @cached_property
     def _scored(self) -> list[Scored]:
@@ -251,7 +251,7 @@ class Battery:
 
     @cached_property
     def _continuations(self) -> list[RequestResult]:
-        return self._continue(self._model(torch.float32), reference().backends)
+        return self._continue(self._model(torch.float32), REFERENCE)
 
     def _half_lives(self) -> list[HalfLives]:
         (text,) = generation.text_prompts(1, self.sizes.decay_tokens)

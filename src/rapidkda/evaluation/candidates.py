@@ -13,14 +13,14 @@ from ..backends.base import Backend, Request
 from ..device import Device
 from ..dispatch import REGISTRY, guest, load, resolve
 from ..errors import BackendUnavailable
-from ..problem import GateKind, Op
+from ..problem import GateKind
 from ..serving import BackendWish
 from .operands import NarrowOperands
 
 # operator: the model is float32, and its KDA operators run on bfloat16 operands. The difference is the backend's.
 # model: all of the model is bfloat16, as it is served. Most of the difference is the model's own rounding.
 Comparison = Literal["operator", "model"]
-STEPS: tuple[Op, ...] = ("prefill", "decode", "verify")
+REFERENCE = BackendWish(prefill="torch", decode="torch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,33 +30,31 @@ class Candidate:
     Attributes:
         name: as tables show it.
         comparison: what changes with it.
-        backends: what the engine asks for.
-        instrument: a backend of no registry that `backends` names, or None.
+        backends: what the engine asks for: names, or a backend of no registry.
     """
 
     name: str
     comparison: Comparison
-    backends: BackendWish
-    instrument: Backend | None = None
+    backends: BackendWish | Backend
 
     @contextmanager
     def installed(self) -> Iterator[BackendWish]:
         """What the engine asks for, while it can be asked for."""
-        if self.instrument is None:
+        if isinstance(self.backends, BackendWish):
             yield self.backends
         else:
-            with guest(self.instrument):
-                yield self.backends
+            with guest(self.backends) as name:
+                yield BackendWish(prefill=name, decode=name)
 
 
 def by_instrument(name: str, backend: Backend) -> Candidate:
     """A float32 model whose KDA layers run on a backend of no registry."""
-    return Candidate(name, "operator", BackendWish(prefill=backend.name, decode=backend.name), backend)
+    return Candidate(name, "operator", backend)
 
 
 def reference() -> Candidate:
     """The torch backend in a float32 model."""
-    return Candidate("torch-float32", "operator", BackendWish(prefill="torch", decode="torch"))
+    return Candidate("torch-float32", "operator", REFERENCE)
 
 
 def of_backend(name: str, comparison: Comparison, device: Device, gate: GateKind) -> Candidate:
@@ -73,8 +71,7 @@ def of_backend(name: str, comparison: Comparison, device: Device, gate: GateKind
     shown = name if decode == name else f"{name}+{decode}"
     if comparison == "model":
         return Candidate(shown, comparison, BackendWish(prefill=name, decode=decode))
-    narrow = NarrowOperands(f"bf16-operands-{shown}", load(name), load(decode), load("torch"))
-    return Candidate(shown, comparison, BackendWish(prefill=narrow.name, decode=narrow.name), narrow)
+    return Candidate(shown, comparison, NarrowOperands(f"{shown} on bf16", load(name), load(decode), load("torch")))
 
 
 def runnable(device: Device, gate: GateKind) -> list[str]:

@@ -36,8 +36,8 @@ class HalfLives:
 def record(model: Any, backend: Backend, tokens: Sequence[int]) -> dict[int, Tokens]:
     """What the operator of each KDA layer sees when a text is prefilled at once, by decoder layer."""
     recording = Recording(f"recorded-{backend.name}", backend)
-    with guest(recording):
-        wish = BackendWish(prefill=recording.name, decode=recording.name)
+    with guest(recording) as name:
+        wish = BackendWish(prefill=name, decode=name)
         scorer = Scorer(model, wish, chunk=len(tokens), max_tokens=max(8, len(tokens)), max_passages=1)
         scorer.score([Passage(tuple(tokens), len(tokens), scored=(len(tokens) - 2,))])
     return dict(zip(scorer.model.kda, recording.seen, strict=True))

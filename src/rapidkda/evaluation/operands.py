@@ -26,7 +26,7 @@ class NarrowOperands:
     changes with the backend.
 
     Args:
-        name: what the dispatcher knows it by.
+        name: as reports show it.
         prefill: runs prefill.
         decode: runs decode, verify and commit.
         plain: runs convolution and norm.
@@ -82,7 +82,7 @@ class Recording:
     """Another backend that keeps a copy of every prefill's operands, in the order of the calls.
 
     Attributes:
-        name: what the dispatcher knows it by.
+        name: as reports show it.
         inner: does the work.
         seen: tokens of the calls so far.
     """
