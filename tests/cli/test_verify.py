@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from rapidkda import dispatch
 from rapidkda.backends.torch import TorchBackend
+from rapidkda.ops import kinds
 from rapidkda.problem import ConvCall, DecodeCall, NormCall, PrefillCall, VerifyCall
 
 from .conftest import Cli
@@ -53,6 +56,15 @@ class Wrong(TorchBackend):
             call.out.mul_(1.01)
 
 
+@pytest.fixture
+def _new_kinds() -> Iterator[None]:
+    """What was decided for the right backend does not hold for a wrong one of its name, nor the other way round."""
+    kinds.forget()
+    yield
+    kinds.forget()
+
+
+@pytest.mark.usefixtures("_new_kinds")
 @pytest.mark.parametrize("operator", ["prefill", "decode", "verify", "conv", "norm"])
 def test_wrong_backend_is_caught(cli: Cli, monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
     wrong = Wrong(operator)
