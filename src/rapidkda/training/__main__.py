@@ -71,5 +71,17 @@ def train_command(
         typer.echo(f"{name:>24} {value:.4f}")
 
 
+@app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
+    log: Annotated[list[Path], typer.Option(help="log.jsonl of each run that led to it, in order.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+) -> None:
+    """Write the model that ships, with its card."""
+    from .export import export
+
+    export(checkpoint, log, out)
+
+
 if __name__ == "__main__":
     app()

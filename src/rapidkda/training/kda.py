@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -58,9 +59,10 @@ def _fla() -> Kda:
 
 def _transformers() -> Kda:
     family: Any = importlib.import_module("transformers.models.glm5_next.modeling_glm5_next")
+    formula = inspect.unwrap(family.chunk_kimi_delta_attention)  # what wraps it calls another package where it can
 
     def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        out: Tensor = family.chunk_kimi_delta_attention(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+        out: Tensor = formula(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
         return out
 
     return kda
