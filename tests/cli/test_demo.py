@@ -39,6 +39,7 @@ def test_table(cli: Cli) -> None:
         "rapidkda engine",
         "within the limit of 1e-04",
         "the first 4 of 4 are the same",
+        "the United States of America",
     ):
         assert shown in done.out, shown
 

@@ -45,6 +45,7 @@ MISTAKES = {
     "text that is not there": (("demo", "--text", "no/such/file"), "no/such/file"),
     "text that is a folder": (("demo", "--text", "."), "--text"),
     "no tokens": (("demo", "--tokens", "0"), "--tokens"),
+    "more tokens than the demo's model sees": (("demo", "--tokens", "20000"), "16,384"),
     "tokens that are no number": (("demo", "--tokens", "many"), "--tokens"),
     "regime that is not timed": (("bench", "cpu", "--regime", "staggered"), "--regime"),
     "result file that is a folder": (("bench", "cpu", "--out", "."), "--out"),

@@ -1,4 +1,4 @@
-"""`rapidkda demo`: the main job on real text, a small GLM-5.3-Flash type model in transformers and in the engine."""
+"""`rapidkda demo`: real text through the shipped GLM-5.3-Flash type model, in transformers and in the engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from torch import Tensor
 from ..device import Device
 from ..dispatch import Choice
 from ..engine import Engine, EngineConfig, SamplingParams
+from ..engine.loading import SHIPPED, load_model, load_text
 from ..serving import BackendWish
 from .console import UserError, backend_option, console, needs, readable
 
 TEXT = Path(__file__).parent.parent / "data" / "us-constitution.txt"
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # largest logit difference, relative to the largest logit
 WARM_UP = 64  # tokens
+SHOWN = 72  # bytes of the prompt before what follows
 
 
 @dataclass
@@ -47,12 +49,11 @@ def demo(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of one prefill chunk.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate greedily after the text.")] = 48,
     backend: Annotated[str, typer.Option(help="Backend of prefill and decode, or auto.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the model's weights.")] = 0,
 ) -> None:
     """Run a text through a small GLM-5.3-Flash type model, in transformers and in rapidkda's engine, and compare.
 
-    The model has the released model's layers (KDA, sparse attention, mixture of experts) in small, with seeded random
-    weights, so what it writes has no meaning; that both runs agree has. Exit code 1 when they do not.
+    The model is the one that ships with this package: the released model's layers in small, trained on bytes of
+    English. It goes on with the text; both runs must agree. Exit code 1 when they do not.
 
     **Example:** `rapidkda demo --text README.md --tokens 1000`
     """
@@ -64,7 +65,7 @@ def demo(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     out = console()
-    model = _model(seed, len(prompt) + new_tokens).to(device, dtype)
+    model = _model(len(prompt) + new_tokens, dtype, device)
     engine = _engine(model, chunk, name)  # before the long run: a backend asked for by name must be able to do it all
     out.print(f"{len(prompt)} bytes of {text.name} in chunks of {chunk}, then {new_tokens} tokens; {Device.of(device)}")
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -82,20 +83,29 @@ def demo(
     verdict = "within" if difference <= limit else "ABOVE"
     out.print(f"largest logit difference: {difference:.1e} of the largest logit, {verdict} the limit of {limit:.0e}")
     out.print(f"greedy tokens: the first {same} of {new_tokens} are the same")
+    out.print(_continuation(prompt, fast.generated), markup=False)
     if not difference <= limit:
         raise typer.Exit(1)
 
 
-def _model(seed: int, context: int) -> Any:
-    """A model whose attention sees the whole context, so that two correct runs make the same discrete choices."""
-    transformers: Any = importlib.import_module("transformers")
-    from ..testing.models import build_glm5_next
+def _model(context: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """The shipped model, whose attention must see the whole context: then two correct runs choose the same tokens."""
+    logging: Any = importlib.import_module("transformers").logging
+    logging.set_verbosity_error()  # it warns at every start that its own kernels are missing
+    logging.disable_progress_bar()
+    model = load_model(SHIPPED, dtype=dtype, device=device)
+    most = model.config.get_text_config().index_topk
+    if context > most:
+        raise UserError(f"--tokens and --new-tokens must be at most {most:,} together, got {context:,}")
+    return model
 
-    transformers.logging.set_verbosity_error()  # it warns at every start that its own kernels are missing
-    pool = 16
-    return build_glm5_next(
-        seed, hidden_size=256, heads=4, index_kpool=pool, index_topk=max(2048, -(-context // pool) * pool)
-    )
+
+def _continuation(prompt: list[int], generated: list[int]) -> str:
+    """The end of the text and what the model goes on with, on one line."""
+    stream = load_text(SHIPPED, 256).stream()
+    pieces = ["".join(map(stream.push, tokens)) for tokens in (prompt[-SHOWN:], generated)]
+    before, after = (" ".join(piece.split(" ")).replace("\n", " ") for piece in pieces)
+    return f"... {before}[{after}{stream.end()}]"
 
 
 def _engine(model: Any, chunk: int, backend: str) -> Engine:

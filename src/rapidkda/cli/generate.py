@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..dispatch import check_name
 from ..engine import Engine, EngineConfig, MtpHead, RequestResult, SamplingParams
-from ..engine.loading import Text, load_model, load_text
+from ..engine.loading import HEAD_FILE, SHIPPED, Text, load_model, load_text
 from ..serving import BackendWish
 from .console import WIDTH_WHEN_PIPED, UserError, device_option, needs, readable
 
@@ -22,12 +22,22 @@ Rollback = Literal["replay", "slots"]
 
 
 def generate(
-    model: Annotated[Path, typer.Option(help="Folder of a glm5_next or kimi_linear model (Hugging Face files).")],
     prompt_file: Annotated[Path, typer.Option(help="Text file to continue.")],
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of a glm5_next or kimi_linear model (Hugging Face files).",
+            show_default="the small model of this package",
+        ),
+    ] = SHIPPED,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     speculate: Annotated[int, typer.Option(min=0, help="Draft tokens a step; 0 for none.")] = 0,
     mtp: Annotated[
-        Path | None, typer.Option(help="Weights of an MTP head to draft with, instead of prompt lookup.")
+        Path | None,
+        typer.Option(
+            help="Weights of an MTP head to draft with.",
+            show_default=f"the model folder's {HEAD_FILE}; without one, drafts come from prompt lookup",
+        ),
     ] = None,
     rollback: Annotated[Rollback, typer.Option(help="How rejected drafts are undone.")] = "replay",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.0,
@@ -47,7 +57,7 @@ def generate(
     Without a tokenizer in the model's folder, the bytes of the file are the tokens. The text goes to the standard
     output; progress and summary go to the standard error.
 
-    **Example:** `rapidkda generate --model ./model --prompt-file prompt.txt --max-new-tokens 64 --speculate 3`
+    **Example:** `rapidkda generate --prompt-file prompt.txt --max-new-tokens 64 --speculate 3`
     """
     place = device_option(device)
     data = readable(prompt_file, "--prompt-file").read_bytes()
@@ -80,6 +90,8 @@ def generate(
             seed=seed,
             stop_ids=_stop_ids(loaded),
         )
+        if mtp is None and (model / HEAD_FILE).is_file():
+            mtp = model / HEAD_FILE
         engine = Engine(loaded, config, "lookup" if mtp is None else _head(mtp, loaded, config))
         text = load_text(model, engine.model.vocab_size)
         result = _run(engine, text, text.encode(data), params, out)

@@ -16,6 +16,8 @@ from .families import FAMILIES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model")
 BYTES = 256
+SHIPPED = Path(__file__).parent.parent / "data" / "model"  # the trained model of this package, with its card
+HEAD_FILE = "mtp.safetensors"  # an MTP head beside a model's weights
 REPLACEMENT = "\ufffd"  # what a decoder shows for a character whose last bytes are still to come
 
 

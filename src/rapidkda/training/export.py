@@ -14,7 +14,7 @@ from .card import model_card
 from .checkpoint import HEAD, load_checkpoint
 from .model import build, text_config
 
-HEAD_FILE = "mtp.safetensors"
+HEAD_FILE = "mtp.safetensors"  # where `rapidkda.engine.loading` looks for it
 CARD_FILE = "README.md"
 
 
