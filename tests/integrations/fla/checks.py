@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fla
@@ -18,6 +20,9 @@ import rapidkda.integrations.fla as integration
 from rapidkda import reference
 from rapidkda.testing.tolerances import Bar, bar, relative_error
 
+sys.path.insert(0, str(Path(__file__).parent))  # this file is run by path, outside any package
+from operator_cases import FLA_BAR, LARGE, SMALL, Case, arguments, naive
+
 OLDEST = fla.__version__ == "0.5.0"  # no beta logits, the older name of the V-first layout
 V_FIRST = "transpose_state_layout" if OLDEST else "state_v_first"
 BAR = Bar(1e-5, 1e-5)  # float32 on the torch backend
@@ -25,7 +30,7 @@ BAR = Bar(1e-5, 1e-5)  # float32 on the torch backend
 
 def forward(*args: Any, **kwargs: Any) -> Any:
     """The recurrent operator. In 0.5.0 its wrapper itself cannot run on a CPU, so its forward is called there."""
-    if OLDEST and not args[0].is_cuda:
+    if OLDEST and not (args[0] if args else kwargs["q"]).is_cuda:
         return recurrent_module.fused_recurrent_kda_fwd(*args, **kwargs, inplace_final_state=False)
     return fused_recurrent_kda(*args, **kwargs)
 
@@ -236,6 +241,48 @@ def test_an_operator_with_unknown_parameters_is_refused(monkeypatch: pytest.Monk
         integration.enable()
 
 
+def check_case(case: Case, operator: Any, device: str, lines: Any, *, taken: bool = True) -> None:
+    """A call within fla's own bar, computed by rapidkda; or declined with a reason, and then computed by fla."""
+    call = arguments(case, device)
+    with torch.inference_mode():
+        got = operator(**call)
+        expected = naive(call)
+    limit = FLA_BAR if case.dtype != torch.bfloat16 else bar("slow", case.dtype).out
+    assert relative_error(got[0], expected[0].double()) <= limit
+    assert relative_error(got[1], expected[1].double()) <= limit
+    assert any(line.endswith("-> rapidkda") for line in lines()) == taken, lines()
+    assert any("rapidkda rejected: " in line for line in lines()) != taken, lines()
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_calls_of_flas_users(operator: Any, case: Case, dispatched: Any) -> None:
+    check_case(case, operator, "cpu", dispatched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in LARGE if case.dim in (64, 128)], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_calls_of_flas_users_on_triton(operator: Any, case: Case, dispatched: Any) -> None:
+    integration.enable("triton")
+    check_case(case, operator, "cuda", dispatched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in LARGE if case.dtype == torch.bfloat16], ids=str)
+def test_calls_of_flas_users_on_cuda(case: Case, dispatched: Any) -> None:
+    integration.enable("cuda")
+    check_case(case, chunk_kda, "cuda", dispatched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "dim"), [("triton", 100), ("cuda", 64)])
+def test_what_a_gpu_backend_cannot_do_runs_on_fla(backend: str, dim: int, dispatched: Any) -> None:
+    integration.enable(backend)
+    case = next(case for case in LARGE if case.dim == dim)
+    check_case(case, chunk_kda, "cuda", dispatched, taken=False)
+
+
 class PlainNorm(nn.Module):
     """fla's gated norm as plain tensor code: its own is a GPU kernel."""
 
@@ -292,19 +339,32 @@ def test_kimi_delta_attention_runs_on_rapidkda(cached: bool, dispatched: Any) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda", None])
 @pytest.mark.parametrize("tokens", [40, 300])
-def test_kimi_delta_attention_on_a_gpu_equals_flas_own(tokens: int, dispatched: Any) -> None:
-    """The whole layer, convolutions and norm included, in bfloat16."""
+def test_kimi_delta_attention_on_a_gpu_equals_flas_own(backend: str | None, tokens: int, dispatched: Any) -> None:
+    """The whole layer, convolutions and norm included, in bfloat16: a prefill, then three tokens from its cache."""
     from fla.layers import KimiDeltaAttention
+    from fla.models.utils import Cache
 
     torch.manual_seed(4)
     layer = KimiDeltaAttention(hidden_size=512, head_dim=128, num_heads=4, layer_idx=0).cuda().bfloat16().eval()
-    x = torch.randn(2, tokens, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, tokens + 3, 512, device="cuda", dtype=torch.bfloat16)
+
+    def served() -> Tensor:
+        cache = Cache()
+        parts = []
+        for part in x.split([tokens, 1, 1, 1], dim=1):
+            out, _, cache = layer(part, past_key_values=cache, use_cache=True)
+            parts.append(out)
+        return torch.cat(parts, dim=1)
+
     with torch.inference_mode():
         integration.disable()
-        expected = layer(x)[0]
-        integration.enable()
-        got = layer(x)[0]
+        expected = served()
+        integration.enable(backend)
+        got = served()
     limit = bar("fast", torch.bfloat16).out
     assert relative_error(got, expected.double()) <= 2 * limit  # two bfloat16 results, each within its bar
-    assert any(line.endswith("-> rapidkda") for line in dispatched())
+    # Up to 64 tokens the layer calls the recurrent operator.
+    first = "chunk_kda" if tokens > 64 else "fused_recurrent_kda_fwd"
+    assert any(line.endswith(f"{first} -> rapidkda") for line in dispatched()), dispatched()
