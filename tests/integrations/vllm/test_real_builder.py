@@ -69,7 +69,8 @@ def builder(sources: Sources, seam: BuilderSeam, monkeypatch: pytest.MonkeyPatch
     ):
         module = ModuleType(name)
         vars(module).update(values)
-        monkeypatch.setitem(sys.modules, f"vllm.model_executor.layers.fla.ops.{name}", module)
+        for package in ("vllm.model_executor.layers.fla.ops", "vllm.third_party.flash_linear_attention.ops"):
+            monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
     state = SimpleNamespace(
         num_spec=NUM_SPEC,
         spec_state_slots=NUM_SPEC + 1,
