@@ -18,7 +18,14 @@ from .. import wheels
 
 SOURCES = "RAPIDKDA_VLLM_SOURCES"  # keep unpacked sources here between runs: <folder>/<version>/vllm/...
 STANDINS = Path(__file__).parent / "standins"
-FOLDERS = {"0.25.1": "v0_25", "0.32.0": "v0_33", "0.33.0": "v0_33"}
+FOLDERS = {  # later folders lie over earlier ones
+    "0.25.1": ("v0_25",),
+    "0.26.0": ("v0_25",),
+    "0.29.0": ("v0_33",),
+    "0.30.0": ("v0_33", "v0_30"),
+    "0.32.0": ("v0_33",),
+    "0.33.0": ("v0_33",),
+}
 
 
 def without_texts(seam: Seam) -> Seam:
@@ -41,8 +48,8 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def enter(version: str, claimed: str | None = None) -> Path:
         root = tmp_path / "standin"
-        shutil.copytree(STANDINS / "common", root)
-        shutil.copytree(STANDINS / FOLDERS[version], root, dirs_exist_ok=True)
+        for folder in ("common", *FOLDERS[version]):
+            shutil.copytree(STANDINS / folder, root, dirs_exist_ok=True)
         package = root / "vllm" / "__init__.py"
         package.write_text(package.read_text().replace('"0"', repr(claimed or version)))
         monkeypatch.syspath_prepend(str(root))

@@ -157,6 +157,16 @@ def test_layers_that_cannot_be_served_are_refused_when_built(standin: Standin) -
         rocm.KimiK3DeltaAttention(None, VllmConfig(additional_config=dict(ASKED)))
 
 
+def test_kimi_k3_of_versions_before_it_is_served_is_refused_when_built(standin: Standin) -> None:
+    standin("0.29.0")
+    plugin.register()
+    from vllm.config import VllmConfig
+
+    layer = importlib.import_module(K3).KimiK3DeltaAttention
+    with pytest.raises(RuntimeError, match=r"additional_config.*rapidkda serves Kimi-K3 from vLLM 0\.30\.0 on"):
+        layer(None, VllmConfig(additional_config=dict(ASKED)))
+
+
 def test_configurations_that_cannot_be_served_are_refused_when_built(
     standin: Standin, monkeypatch: pytest.MonkeyPatch
 ) -> None:

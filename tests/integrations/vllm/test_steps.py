@@ -21,7 +21,8 @@ Standin = Callable[..., Path]
 log = logging.getLogger(__name__)
 
 LAYERS = [("0.25.1", 0, None), ("0.33.0", 0, None), ("0.33.0", 0, -5.0), ("0.33.0", 1, -5.0), ("0.33.0", 2, -5.0)]
-NAMES = ["kimi-0.25", "kimi-0.33", "kimi-0.33-bounded", "kimi-k3", "glm"]
+LAYERS += [("0.29.0", 0, None), ("0.30.0", 1, -5.0), ("0.30.0", 2, -5.0)]
+NAMES = ["kimi-0.25", "kimi-0.33", "kimi-0.33-bounded", "kimi-k3", "glm", "kimi-0.29", "kimi-k3-0.30", "glm-0.30"]
 SPECULATIVE = LAYERS[1:]
 
 
@@ -116,7 +117,7 @@ def test_mixed_steps_with_speculative_requests(standin: Standin, layer: tuple[st
     assert driver.layer.original_calls == []
 
 
-@pytest.mark.parametrize("layer", [LAYERS[3], LAYERS[4]], ids=["kimi-k3", "glm"])
+@pytest.mark.parametrize("layer", [LAYERS[3], LAYERS[4], LAYERS[6]], ids=["kimi-k3", "glm", "kimi-k3-0.30"])
 def test_checkpoints_are_exported_into_their_slots(standin: Standin, layer: tuple[str, int, float | None]) -> None:
     driver = drive(standin, layer, num_spec=1)
     spec = driver.layer.get_kv_cache_spec(driver.vllm_config)
