@@ -126,7 +126,7 @@ def _checkpoints(checkpoint: Any, count: int) -> Checkpoints | None:
     if checkpoint is None:
         return None
     offsets = getattr(checkpoint, "offsets", None)
-    if offsets is None:  # 0.31 keeps none on the host; read once a step, and only in steps that export
+    if offsets is None:  # until 0.31 the host keeps none; read once a step, and only in steps that export
         offsets = checkpoint.checkpoint_offsets.tolist()
     offset = np.asarray(offsets, np.int64)[:count]
     rows = np.flatnonzero(offset)
