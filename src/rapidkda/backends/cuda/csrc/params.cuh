@@ -48,7 +48,7 @@ struct Params {
     int parts;                     // P: parts of a segment, 1 without context parallelism
     u32 flags;
     float scale, beta_scale, lower_bound;
-    int reserved;
+    int checkpoints;               // entries of checkpoint_offset and checkpoint_slot
     u16 order[kOrderEntries];
 };
 

@@ -44,7 +44,8 @@ struct Range {
         return warp_max(__float_as_uint(fmaxf(a, b)));
     }
     DEVICE static bool fits(u32 bits) { return bits - kLow <= kHigh - kLow; }
-    // The factor by which everything scaled must be multiplied when it does not fit.
+    // The factor by which everything scaled must be multiplied when it does not fit; 1 at the ends of the range, where
+    // a state that only decays (a transition's M) arrives for good.
     DEVICE float adjust(u32 bits) {
         if (bits == 0u || bits >= 0x7f800000u) return 1.f;  // nothing to scale by
         const int exponent = static_cast<int>(bits >> 23) - 127;  // bring the largest to about 2^4
@@ -93,13 +94,13 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     // The next checkpoint, and the chunk of this run that it follows, or -1.
     int checkpoint = 0, checkpoint_chunk = -1;
     auto find_checkpoint = [&]() {
-        const int end = p.checkpoint_begin[w.segment + 1];
+        const int end = min(p.checkpoint_begin[w.segment + 1], p.checkpoints);
         checkpoint_chunk = -1;
         for (; checkpoint < end && checkpoint_chunk < 0; checkpoint += checkpoint_chunk < 0)
             checkpoint_chunk = p.checkpoint_offset[checkpoint] / kChunk - 1 - w.first_chunk;
     };
     if (C::kOutputs && p.checkpoint_begin) {
-        checkpoint = p.checkpoint_begin[w.segment];
+        checkpoint = max(p.checkpoint_begin[w.segment], 0);
         find_checkpoint();
     }
 
@@ -218,8 +219,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             }
         };
         split();  // while the warp agrees on the largest
-        if (!Range::fits(largest)) {  // rare
-            const float factor = range.adjust(largest);
+        const float factor = Range::fits(largest) ? 1.f : range.adjust(largest);
+        if (factor != 1.f) {  // rare
 #pragma unroll
             for (int t = 0; t < 64; t++) state[t] *= factor;
 #pragma unroll

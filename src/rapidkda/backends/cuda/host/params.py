@@ -80,7 +80,7 @@ class Constants(NamedTuple):
     scale: float
     beta_scale: float
     lower_bound: float
-    reserved: int = 0
+    checkpoints: int
 
 
 _ADDRESSES = struct.Struct("<512s17Q")

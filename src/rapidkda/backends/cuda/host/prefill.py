@@ -234,6 +234,7 @@ def _constants(call: PrefillCall, out: Tensor, parts: int, order: bytes, vectors
         scale=tokens.scale,
         beta_scale=tokens.beta_scale,
         lower_bound=gate.lower_bound or 0.0,
+        checkpoints=0 if call.checkpoints is None else call.checkpoints.slot.shape[0],
     )
 
 
