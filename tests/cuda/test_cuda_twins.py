@@ -20,7 +20,7 @@ def test_flags_have_the_values_of_the_header() -> None:
         if name.isupper()
     }
     assert {name.lower(): value for name, value in host.items()} == {n.lower(): v for n, v in device.items()}
-    assert len(device) == 13
+    assert len(device) == 14
 
 
 def test_fields_have_the_order_and_types_of_the_header() -> None:

@@ -36,6 +36,22 @@ DEVICE void barrier_expect_remote(u32 bar, u32 rank, int bytes) {
         : "memory");
 }
 
+// What one warp of a grid has written for another one, by a flag in global memory that is 0 before the launch. Only a
+// warp of a CTA that is launched later may wait.
+DEVICE void announce(u32* flag, int lane) {
+    __syncwarp();
+    if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0],%1;" ::"l"(flag), "r"(1) : "memory");
+}
+DEVICE void wait_for(const u32* flag, int lane) {
+    if (lane == 0) {
+        u32 there;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(there) : "l"(flag) : "memory");
+        } while (there == 0);
+    }
+    __syncwarp();
+}
+
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Arrive without waiting for the others.

@@ -1,6 +1,7 @@
-// Start states of the parts of a segment from their affine transitions: S_{p+1} = S_p M_p + B_p, in fp32. A block owns
-// 8 rows (V) of one head of one segment and walks the parts; a thread owns a column (K) and a quarter of the sum.
-// Grid: (16, value heads, segments).
+// Start states of the parts of a segment from their affine transitions: S_{p+1} = S_p M_p + B_p, in fp32. The first
+// part's B starts from the segment's own state, and a part that follows a seam of oblivion (seams.cu) depends on no
+// start: then S_{p+1} = B_p. A block owns 8 rows (V) of one head of one segment and walks the parts; a thread owns a
+// column (K) and a quarter of the sum. Grid: (16, value heads, segments).
 #include "work.cuh"
 
 constexpr int kRows = 8, kQuarters = 4, kThreads = 128 * kQuarters, kMatrix = 128 * 128;
@@ -18,40 +19,43 @@ extern "C" __global__ void __launch_bounds__(kThreads) compose(const __grid_cons
     if (threadIdx.x == 0) w = find_work(p, blockIdx.z * p.parts * p.value_heads + head, p.parts);
     __syncthreads();
     if (w.padding) return;
-    const bool v_first = p.flags & kStateVFirst;
-    for (int r = quarter; r < kRows; r += kQuarters) {
-        const i64 at = w.read_slot * p.initial_stride + static_cast<i64>(head) * kMatrix +
-                       (v_first ? (row0 + r) * 128 + column : column * 128 + row0 + r);
-        rows[r][column] = w.has_initial ? load_element(p.initial, at, p.flags & kInitialFloat) : 0.f;
-    }
-    for (int part = 0; part < p.parts; part++) {
-        const i64 matrix = ((static_cast<i64>(w.segment) * p.parts + part) * p.value_heads + head) * kMatrix;
-        const float* transition = p.transitions + 2 * matrix;
-        const bool last = part == p.parts - 1;
+    bool depends = false;  // the part depends on its start, which `rows` holds
+    for (int part = 0; part < p.parts - 1; part++) {
+        const i64 next = part_index(p, w, part + 1);
+        const bool needed = p.seams[next] < 0;
+        const float* transition = p.transitions + 2 * part_index(p, w, part) * kMatrix;
         float m[32], b[kRows / kQuarters];
-        if (!last) {
-#pragma unroll
-            for (int k = 0; k < 32; k++) m[k] = transition[kMatrix + (quarter * 32 + k) * 128 + column];
+        if (needed) {
 #pragma unroll
             for (int r = 0; r < kRows / kQuarters; r++)
                 b[r] = transition[(row0 + quarter + kQuarters * r) * 128 + column];
         }
-        __syncthreads();
-        for (int r = quarter; r < kRows; r += kQuarters) p.starts[matrix + (row0 + r) * 128 + column] = rows[r][column];
-        if (last) break;
+        if (needed && depends) {
 #pragma unroll
-        for (int r = 0; r < kRows; r++) {
-            float x = 0.f;
+            for (int k = 0; k < 32; k++) m[k] = transition[kMatrix + (quarter * 32 + k) * 128 + column];
+            __syncthreads();
 #pragma unroll
-            for (int k = 0; k < 32; k++) x = fmaf(rows[r][quarter * 32 + k], m[k], x);
-            partial[quarter][r][column] = x;
+            for (int r = 0; r < kRows; r++) {
+                float x = 0.f;
+#pragma unroll
+                for (int k = 0; k < 32; k++) x = fmaf(rows[r][quarter * 32 + k], m[k], x);
+                partial[quarter][r][column] = x;
+            }
+            __syncthreads();
+#pragma unroll
+            for (int r = 0; r < kRows / kQuarters; r++) {
+                const int row = quarter + kQuarters * r;
+                b[r] += partial[0][row][column] + partial[1][row][column] + partial[2][row][column] +
+                        partial[3][row][column];
+            }
         }
-        __syncthreads();
+        depends = needed;
+        if (!needed) continue;
 #pragma unroll
         for (int r = 0; r < kRows / kQuarters; r++) {
             const int row = quarter + kQuarters * r;
-            rows[row][column] = b[r] + partial[0][row][column] + partial[1][row][column] + partial[2][row][column] +
-                                partial[3][row][column];
+            rows[row][column] = b[r];
+            p.starts[next * kMatrix + (row0 + row) * 128 + column] = b[r];
         }
     }
 }

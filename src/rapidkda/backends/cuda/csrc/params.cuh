@@ -18,6 +18,7 @@ enum Flags : u32 {
     kInitialFlag32 = 1u << 10,     // has_initial_state is int32, else one byte
     kOrdered = 1u << 11,           // `order` holds the launch order of the segments
     kVectorStates = 1u << 12,      // pools are V-first and aligned for two elements at a time
+    kGateFloat = 1u << 13,         // g is fp32, else bf16; for kernels that are not compiled for one of them
 };
 
 struct Params {
@@ -39,6 +40,8 @@ struct Params {
     const int* checkpoint_slot;
     float* transitions;            // [N, P, HV, 2, 128, 128] fp32: B then M of each part (context parallelism)
     float* starts;                 // [N, P, HV, 128 V, 128 K] fp32, or null: read `initial`
+    int* seams;                    // [N, P, HV], of a part's beginning: see seams.cu
+    u32* ready;                    // [N, P, HV, 8]: a warp's rows of `starts` are there; or null: before the launch
     i64 beta_token_stride, beta_head_stride;  // elements
     i64 out_token_stride, out_head_stride;
     i64 initial_stride, final_stride, checkpoint_stride;  // elements between slots

@@ -37,7 +37,8 @@ DEVICE void run(const Params& p) {
     if (thread == 0) w = find_work(p, blockIdx.x / (C::kCluster ? 2 : 1), parts);
     __syncthreads();
 
-    if (w.padding) {  // both CTAs of a cluster
+    if (C::kForm == Form::kTransition && !w.hands_over) return;  // both CTAs of a cluster
+    if (w.padding) {
         if constexpr (C::kOutputs) write_zeros<C>(p, w, rank);
         return;
     }

@@ -67,23 +67,25 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     const bool identity = C::kForm == Form::kTransition && rank == 1;  // the rows of M: S0 = I, v = 0
     const int v_half = C::kForm == Form::kPair ? rank : warpgroup;      // which 64 of V
     const int row = v_half * 64 + warp * 16 + g, column = 2 * q;
-    const int n = w.chunks;
+    const int n = w.chunks, warm_up = C::kForm == Form::kPair ? w.warm_up : 0;  // chunks of which nothing is kept
     const PoolLayout dense{true, true, true};
     auto head_offset = [&]() { return static_cast<i64>(w.head) * (128 * 128); };
-    auto part_offset = [&]() {
-        return ((static_cast<i64>(w.segment) * p.parts + w.part) * p.value_heads + w.head) * (128 * 128);
-    };
+    auto part_offset = [&](int part) { return part_index(p, w, part) * (128 * 128); };
+    auto ready = [&](int part) { return p.ready + part_index(p, w, part) * 8 + v_half * 4 + warp; };
 
     float state[64];
-    if constexpr (C::kForm == Form::kTransition) {
+    // The start of a part lies in `starts`; a transition starts from nothing but in the first part.
+    const bool from_starts = C::kCluster && p.starts && !w.from_zero && (C::kOutputs || (w.part == 0 && !identity));
+    if (from_starts) {
+        if (C::kOutputs && p.ready && w.part > 0) wait_for(ready(w.part), lane);
+        load_state(state, p.starts, part_offset(w.part), row, column, dense);
+    } else if constexpr (C::kForm == Form::kTransition) {
 #pragma unroll
         for (int j = 0; j < 16; j++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 state[4 * j + e] = identity && row + (e >> 1) * 8 == column + 8 * j + (e & 1) ? 1.f : 0.f;
-    } else if (p.starts) {
-        load_state(state, p.starts, part_offset(), row, column, dense);
-    } else if (w.has_initial) {
+    } else if (w.has_initial && !w.from_zero) {
         load_state(state, p.initial, w.read_slot * p.initial_stride + head_offset(), row, column,
                    pool_layout(p, kInitialFloat));
     } else {
@@ -96,8 +98,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     auto find_checkpoint = [&]() {
         const int end = min(p.checkpoint_begin[w.segment + 1], p.checkpoints);
         checkpoint_chunk = -1;
-        for (; checkpoint < end && checkpoint_chunk < 0; checkpoint += checkpoint_chunk < 0)
-            checkpoint_chunk = p.checkpoint_offset[checkpoint] / kChunk - 1 - w.first_chunk;
+        for (; checkpoint < end && checkpoint_chunk < 0; checkpoint += checkpoint_chunk < 0) {
+            const int chunk = p.checkpoint_offset[checkpoint] / kChunk - 1 - w.first_chunk;
+            checkpoint_chunk = chunk < warm_up ? -1 : chunk;
+        }
     };
     if (C::kOutputs && p.checkpoint_begin) {
         checkpoint = max(p.checkpoint_begin[w.segment], 0);
@@ -168,7 +172,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         wgmma_commit();
         wgmma_wait<1>();
         // Beside W: the decay and the output of the chunk before.
-        const bool has_output = C::kOutputs && i > 0;
+        const bool has_output = C::kOutputs && i > warm_up;
         if (has_output) read_output();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -288,16 +292,20 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             find_checkpoint();
         }
     }
-    if (C::kOutputs && n > 0) {
+    if (C::kOutputs && n > warm_up) {
         if (n > 1) out += kChunk * p.out_token_stride;
         read_output();
         write_output(w.rows - (n - 1) * kChunk);
     }
 
-    if constexpr (C::kForm == Form::kTransition)
-        store_state(state, p.transitions, 2 * part_offset() + (identity ? 128 * 128 : 0), row, column, dense,
+    if constexpr (C::kForm == Form::kTransition) {
+        store_state(state, p.transitions, 2 * part_offset(w.part) + (identity ? 128 * 128 : 0), row, column, dense,
                     range.out);
-    else if (p.final_ && w.last_part)
+    } else if (C::kCluster && p.ready && w.hands_over) {
+        store_state(state, p.starts, part_offset(w.part + 1), row, column, dense, range.out);
+        announce(ready(w.part + 1), lane);
+    } else if (p.final_ && w.last_part) {
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
                     pool_layout(p, kFinalFloat), range.out);
+    }
 }

@@ -31,6 +31,9 @@ DEVICE void store_shared_float(u32 a, float v) { store_shared(a, __float_as_uint
 DEVICE void store_shared_pair(u32 a, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y));
 }
+DEVICE void store_shared_quad(u32 a, Quad v) {
+    asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(a), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
+}
 // The two halves of a word, to two places.
 DEVICE void store_shared_halves(u32 low, u32 high, u32 v) {
     asm volatile("{.reg .b16 a,b; mov.b32 {a,b},%2; st.shared.b16 [%0],a; st.shared.b16 [%1],b;}" ::"r"(low), "r"(high),

@@ -12,6 +12,9 @@ struct Work {
     bool padding;      // a slot says that this row is padding
     bool last_part;    // the run ends its segment
     bool has_initial;  // the segment starts from read_slot
+    int warm_up;       // chunks at the run's beginning that belong to the part before: they only make its start state
+    bool from_zero;    // the run starts from nothing: all that came before it has been forgotten
+    bool hands_over;   // the next part needs this one's last state
     int read_slot, write_slot;
 };
 
@@ -25,8 +28,14 @@ DEVICE int slot_of(const void* slots, i64 stride, bool is_64, int n, int pad, in
     return (slots && slot == pad) || slot < 0 || slot >= rows ? -1 : static_cast<int>(slot);
 }
 
+// Place of a part in [N, P, HV].
+DEVICE i64 part_index(const Params& p, const Work& w, int part) {
+    return (static_cast<i64>(w.segment) * p.parts + part) * p.value_heads + w.head;
+}
+
 // Index of the work unit, heads fastest; longest segments first where the host gave an order. `parts` of each segment.
-DEVICE Work find_work(const Params& p, int index, int parts) {
+// With `seams` the run of a part begins where its seam says.
+DEVICE Work find_work(const Params& p, int index, int parts, bool seams = true) {
     Work w;
     w.head = index % p.value_heads;
     const int rest = index / p.value_heads;
@@ -51,9 +60,15 @@ DEVICE Work find_work(const Params& p, int index, int parts) {
     const int each = (chunks + p.parts - 1) / p.parts;
     w.first_chunk = min(w.part * each, chunks);
     const int end_chunk = min(w.first_chunk + each, chunks);
+    w.last_part = w.part == p.parts - 1;
+    const bool cut = seams && p.seams;
+    const int seam = cut && w.part > 0 ? p.seams[part_index(p, w, w.part)] : -1;
+    w.from_zero = seam >= 0;
+    w.warm_up = min(max(seam, 0), w.first_chunk);
+    w.hands_over = cut && !w.last_part && p.seams[part_index(p, w, w.part + 1)] < 0;
+    w.first_chunk -= w.warm_up;
     w.chunks = end_chunk - w.first_chunk;
     w.first_token = first + w.first_chunk * kChunk;
     w.rows = min(length - w.first_chunk * kChunk, w.chunks * kChunk);
-    w.last_part = w.part == p.parts - 1;
     return w;
 }

@@ -29,6 +29,7 @@ class Flags:
     INITIAL_FLAG_32 = 1 << 10
     ORDERED = 1 << 11
     VECTOR_STATES = 1 << 12
+    GATE_FLOAT = 1 << 13
 
 
 class Addresses(NamedTuple):
@@ -51,6 +52,8 @@ class Addresses(NamedTuple):
     checkpoint_slot: int
     transitions: int = 0
     starts: int = 0
+    seams: int = 0
+    ready: int = 0
 
 
 class Constants(NamedTuple):
@@ -83,7 +86,7 @@ class Constants(NamedTuple):
     checkpoints: int
 
 
-_ADDRESSES = struct.Struct("<512s17Q")
+_ADDRESSES = struct.Struct("<512s19Q")
 _CONSTANTS = struct.Struct("<10q9iI3fi128s")
 
 

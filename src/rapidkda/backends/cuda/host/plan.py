@@ -1,8 +1,12 @@
 """Which form of the prefill kernel serves a call: a cost model fitted on measurements, and the choice with its reasons.
 
-Forms. `whole`: one CTA a head. `pair`: a cluster of two CTAs a head, for few chains. `parallel`: context parallelism; a
-segment is cut into parts whose affine transitions (S -> S M + B) are computed side by side, composed into the part's
-start states, and the parts then run side by side from those. Exact whatever the gates are.
+Forms. `whole`: one CTA a head. `pair`: a cluster of two CTAs a head, for few chains. The other two cut a segment into
+parts, each a pair. At a seam across which the gates provably forget everything (csrc/seams.cu, decided per head on the
+device), a part starts from zero a few chunks early; elsewhere it needs the state that the part before it ends with. In
+`handover` it waits for it, so slow gates cost what a pair costs and fast ones a fraction. In `parallel` the affine
+transitions (S -> S M + B) of the parts are computed side by side and composed into their start states, and the parts
+then run side by side from those. Exact whatever the gates are. Gates are not known here, so a form is chosen by what it
+costs when nothing is forgotten.
 """
 
 from __future__ import annotations
@@ -11,18 +15,22 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-FormName = Literal["whole", "pair", "parallel"]
+FormName = Literal["whole", "pair", "handover", "parallel"]
 
 CHUNK = 16
 MAX_PARTS = 16
 STATE_BYTES = 128 * 128 * 4  # one head's state in fp32
+PART_BYTES = 64  # of a part of a head besides its states: 8 flags and its seam
 
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a round of CTAs costs at least, and what a
 # chunk costs while it runs. Unbounded gates cost about 1.2 times as much in every form, so the choice is the same.
 WHOLE_START_US, WHOLE_US = 14.6, 1.30
 PAIR_START_US, PAIR_US = 9.0, 0.77
-PARALLEL_START_US, TRANSITION_US = 45.0, 0.88  # three launches and the composition
+PARALLEL_START_US, TRANSITION_US = 45.0, 0.88  # four launches and the composition
 COMPOSE_US = 1.0  # a part
+SEAMS_US, HANDOVER_US = 6.0, 3.0  # a launch that finds nothing forgotten; a part's wait for its start
+HANDOVER_PREMIUM = 1.03  # over the pair form where nothing is forgotten, for parts times the speed where all is
+LEAST_PART_CHUNKS = 24  # of a handover: several times a warm-up
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Plan:
 
     @property
     def launches(self) -> int:
-        return 3 if self.form == "parallel" else 1
+        return {"whole": 1, "pair": 1, "handover": 2, "parallel": 4}[self.form]
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {us:.0f} us" for name, us in self.alternatives)
@@ -69,7 +77,16 @@ def plan_prefill(segments: int, total_chunks: int, longest_chunks: int, value_he
             each = -(-longest_chunks // parts)
             costs["parallel", parts] = PARALLEL_START_US + each * (TRANSITION_US + PAIR_US) + COMPOSE_US * parts
     (form, parts), best = min(costs.items(), key=lambda item: item[1])
-    return Plan(form, parts, best, tuple((f"{n}{f'/{p}' if p > 1 else ''}", us) for (n, p), us in costs.items()))
+    if form == "pair":
+        for more in range(2, MAX_PARTS + 1):
+            us = best + SEAMS_US + HANDOVER_US * (more - 1)
+            if 2 * chains * more <= sms and longest_chunks >= more * LEAST_PART_CHUNKS:
+                costs["handover", more] = us
+                if us <= HANDOVER_PREMIUM * best:
+                    form, parts = "handover", more
+    return Plan(
+        form, parts, costs[form, parts], tuple((f"{n}{f'/{p}' if p > 1 else ''}", us) for (n, p), us in costs.items())
+    )
 
 
 def _serial(
@@ -86,8 +103,8 @@ def _serial(
 
 
 def workspace_bytes(value_heads: int, sms: int) -> int:
-    """Scratch of the widest context-parallel plan: transitions (B and M) and start states of every part.
+    """Scratch of the widest plan in parts: transitions (B and M), start states and seams of every part.
 
     A plan has at most sms / 2 parts in all (two CTAs each), whatever the number of segments.
     """
-    return sms // 2 * 3 * STATE_BYTES if 4 * value_heads <= sms else 0
+    return sms // 2 * (3 * STATE_BYTES + PART_BYTES) if 4 * value_heads <= sms else 0

@@ -1,4 +1,4 @@
-"""Launch of csrc/prefill.cu and csrc/compose.cu for one validated call."""
+"""Launch of csrc/prefill.cu, and of csrc/seams.cu and csrc/compose.cu before it, for one validated call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from ....segments import Segments
 from .. import compiler
 from ..compiler import KernelSource
 from .params import ORDER_ENTRIES, Addresses, Arguments, Constants, Flags
-from .plan import CHUNK, STATE_BYTES, Plan, plan_prefill
+from .plan import CHUNK, PART_BYTES, STATE_BYTES, Plan, plan_prefill
 from .tensor_map import ALIGNMENT, tensor_map
 
+SEAMS = KernelSource("seams.cu", "seams")
 COMPOSE = KernelSource("compose.cu", "compose")
 _COMPOSE_BLOCKS = 16  # of 8 state rows
+_FLAG_BYTES = 32  # of a part of a head; the rest of PART_BYTES is its seam
 _NO_CHECKPOINTS = (0, 0, 0)
 _MOST_MAPS = 64  # sets of tensor maps that a kind of call keeps
 _FORMS = {"whole": "kWhole", "pair": "kPair", "transition": "kTransition"}
@@ -39,7 +41,7 @@ def kernel(form: str, bounded: bool, gate_float: bool) -> KernelSource:
 
 def kernels() -> list[KernelSource]:
     """Every kernel that a prefill call can need."""
-    return [*itertools.starmap(kernel, itertools.product(_FORMS, (True, False), (True, False))), COMPOSE]
+    return [*itertools.starmap(kernel, itertools.product(_FORMS, (True, False), (True, False))), SEAMS, COMPOSE]
 
 
 def plan(call: PrefillCall, sms: int) -> Plan:
@@ -80,8 +82,13 @@ class Prepared:
         self.plan = plan(call, multiprocessors(device)) if forced is None else forced
         self._launch_kernel = driver.cuLaunchKernel
         self._launches = _launches(call, self.plan, device)
-        states = call.segments.count * call.tokens.value_heads * self.plan.parts
-        self._state_bytes = STATE_BYTES * states  # one fp32 state of each part
+        parts = call.segments.count * call.tokens.value_heads * self.plan.parts
+        # Scratch of segments in parts: a start state of each, its transition, flags, seams.
+        self._has_transitions = self.plan.form == "parallel"
+        self._transitions_at = STATE_BYTES * parts
+        self._flags_at = (3 if self._has_transitions else 1) * STATE_BYTES * parts
+        self._seams_at = self._flags_at + _FLAG_BYTES * parts
+        self._scratch_bytes = self._flags_at + PART_BYTES * parts if self.plan.parts > 1 else 0
         self._strided_out = _strided_rows(call.out)
         self._strided_tables = not all(x.is_contiguous() for x in _tables(call))
         self._even_slots = call.state_v_first and not any(_first_stride(pool) % 2 for pool in _pools(call))
@@ -103,12 +110,16 @@ class Prepared:
         first_token, length, *checkpoints = [x.data_ptr() for x in tables]
         begin, offset, slot = checkpoints or _NO_CHECKPOINTS
         initial, final, exported = _address(call.initial), _address(call.final), _address(call.checkpoint_pool)
-        transitions = starts = 0
-        if self.plan.form == "parallel":
-            scratch = _scratch(call, 3 * self._state_bytes)
+        transitions = starts = seams = ready = 0
+        if self._scratch_bytes:
+            scratch = _scratch(call, self._scratch_bytes)
             keep.append(scratch)
-            transitions = scratch.data_ptr()
-            starts = transitions + 2 * self._state_bytes
+            starts = scratch.data_ptr()
+            seams = starts + self._seams_at
+            if self._has_transitions:
+                transitions = starts + self._transitions_at
+            else:
+                ready = starts + self._flags_at
         vectors = self._even_slots and not (initial | final | exported) % 8
         arguments = self._arguments.get((vectors, out is call.out))
         if arguments is None:
@@ -136,6 +147,8 @@ class Prepared:
                 slot,
                 transitions,
                 starts,
+                seams,
+                ready,
             ),
         )
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # a tenth of the time of current_stream()
@@ -183,7 +196,11 @@ def _launches(call: PrefillCall, chosen: Plan, device: int) -> list[_Launch]:
     main = launch(kernel("pair", bounded, gate_float), units * chosen.parts)
     if chosen.form == "pair":
         return [main]
+    seams = launch(SEAMS, tokens.value_heads, chosen.parts, segments.count)
+    if chosen.form == "handover":
+        return [seams, main]
     return [
+        seams,
         launch(kernel("transition", bounded, gate_float), units * (chosen.parts - 1)),
         launch(COMPOSE, _COMPOSE_BLOCKS, tokens.value_heads, segments.count),
         main,
@@ -209,6 +226,7 @@ def _constants(call: PrefillCall, out: Tensor, parts: int, order: bytes, vectors
         Flags.INITIAL_FLAG_32: _has_dtype(has_initial, torch.int32),
         Flags.ORDERED: bool(order),
         Flags.VECTOR_STATES: vectors,
+        Flags.GATE_FLOAT: tokens.g.dtype is torch.float32,
     }
     return Constants(
         beta_token_stride=beta.stride(0),

@@ -1,0 +1,206 @@
+"""Where a part of a segment may forget what came before it: the bound, and what the kernels make of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rapidkda import ops, reference
+from rapidkda.backends.base import Request
+from rapidkda.backends.cuda import CudaBackend
+from rapidkda.backends.cuda.host import prefill as host
+from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, Plan
+from rapidkda.device import Device
+from rapidkda.testing import Inputs, Shape, activated, bar, make_inputs, worst_output_error, worst_state_error
+
+FORGOTTEN, MOST_WARM_UP = 2.0**-126, 8  # as csrc/seams.cu has them
+
+
+def step_bound(y: Tensor, k: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Column sums [..., K] of the magnitudes of (what follows) times one token's transition."""
+    k, beta = k.abs(), beta[..., None]
+    s = (k * y).sum(-1, keepdim=True)
+    return decay * ((1 - beta * k * k).abs() * y + beta.abs() * k * s)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    tokens=st.integers(1, 12),
+    slowest=st.sampled_from([0.0, -0.1, -2.0]),
+    norm=st.sampled_from([0.1, 1.0, 1.4, 5.0]),
+    strength=st.sampled_from([0.5, 1.0, 2.0, -1.0]),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_bound_holds_for_every_input(seed: int, tokens: int, slowest: float, norm: float, strength: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    size = 8
+    a, y = torch.eye(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
+    for _ in range(tokens):  # backwards
+        k = torch.randn(size, generator=generator, dtype=torch.float64)
+        k *= norm / k.norm()
+        decay = (slowest - 5 * torch.rand(size, generator=generator, dtype=torch.float64)).exp()
+        decay[int(torch.randint(size, (), generator=generator))] = 1.0  # one channel is always open
+        beta = torch.tensor(strength, dtype=torch.float64)
+        a = a @ (torch.eye(size, dtype=torch.float64) - beta * torch.outer(k, k)) @ torch.diag(decay)
+        y = step_bound(y, k, decay, beta)
+        assert bool((a.abs().sum(0) <= y * (1 + 1e-12)).all())
+
+
+def on_hopper() -> str:
+    """Why the kernels cannot run here, or an empty string."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("cuda.core") is None:
+        return "needs a GPU and cuda-core"
+    return "; ".join(CudaBackend().unmet(Request("prefill", Device.of(torch.device("cuda")))))
+
+
+hopper = pytest.mark.skipif(bool(on_hopper()), reason=on_hopper() or "runs here")
+PARTS = [("handover", 2), ("handover", 4), ("parallel", 2), ("parallel", 4)]
+
+
+def run(inputs: Inputs, form: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final states and seams [N, P, HV] of a call in place on a pool."""
+    monkeypatch.setattr(host, "plan", lambda call, sms: Plan(form, parts, 0.0, ()))
+    units = len(inputs.spans) * parts * inputs.v.shape[1]
+    states = (3 if form == "parallel" else 1) * STATE_BYTES * units
+    workspace = torch.full((states + PART_BYTES * units,), 0xA5, dtype=torch.uint8, device=inputs.q.device)
+    pool = inputs.states.clone()
+    out = torch.full(inputs.v.shape, float("nan"), dtype=torch.bfloat16, device=inputs.q.device)
+    ops.prefill(
+        *inputs.operands(),
+        **inputs.options(),
+        segments=inputs.segments,
+        state=pool,
+        slots=torch.arange(len(inputs.spans), device=inputs.q.device),
+        out=out,
+        workspace=workspace,
+        backend="cuda",
+    )
+    small = workspace[states:].view(torch.int32)[8 * units : 9 * units]
+    return out, pool, small.view(len(inputs.spans), parts, inputs.v.shape[1]).cpu()
+
+
+def expected_seams(inputs: Inputs, parts: int) -> tuple[Tensor, Tensor]:
+    """Seams [N, P, HV] in float64, with the threshold a hundredth lower and higher; part 0 has none."""
+    group = inputs.v.shape[1] // inputs.k.shape[1]
+    k, g, beta = (x.cpu().double() for x in (inputs.k, inputs.g, inputs.beta))
+    if inputs.raw_keys:
+        k = reference.l2_normalize(k)
+    k = k.repeat_interleave(group, 1)
+    if inputs.raw_gate:
+        A_log, dt_bias = (None if x is None else x.cpu().double() for x in (inputs.A_log, inputs.dt_bias))
+        g = reference.gate_log_decay(g, A_log, dt_bias, inputs.lower_bound)
+    if inputs.raw_beta:
+        beta = beta.sigmoid() * (2 if inputs.allow_neg_eigval else 1)
+    found = torch.full((2, len(inputs.spans), parts, inputs.v.shape[1]), -1, dtype=torch.int32)
+    for n, (first, length) in enumerate(inputs.spans):
+        chunks = -(-length // CHUNK)
+        each = -(-chunks // parts)
+        for part in range(1, parts):
+            begin = min(part * each, chunks)
+            y = torch.ones(inputs.v.shape[1], k.shape[2], dtype=torch.float64)
+            open_ = torch.ones(2, inputs.v.shape[1], dtype=torch.bool)
+            for i in range(min(begin, MOST_WARM_UP)):
+                for token in reversed(range((begin - i - 1) * CHUNK, min((begin - i) * CHUNK, length))):
+                    at = first + token
+                    y = step_bound(y, k[at], g[at].exp(), beta[at])
+                for which, factor in enumerate((0.99, 1.01)):
+                    done = open_[which] & (y.amax(-1) < FORGOTTEN * factor)
+                    found[which, n, part][done] = i + 1
+                    open_[which] &= ~done & (y.amax(-1) < 2.0 ** (-8 * (i + 1)) * factor)
+    return found[0], found[1]
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "parts"), PARTS)
+@pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32], ids=["g16", "g32"])
+@pytest.mark.parametrize("regime", ["fast", "slow", "staggered", "unbounded"])
+def test_seams_are_those_of_the_bound(
+    form: str, parts: int, g_dtype: torch.dtype, regime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape("ragged", (700, 333, 64, 17, 1, 0, 150), 2, 4)
+    inputs = make_inputs(
+        shape, regime, dtype=torch.bfloat16, device="cuda", seed=4, layout="fused", gaps=True, g_dtype=g_dtype
+    )
+    out, final, seams = run(inputs, form, parts, monkeypatch)
+    low, high = expected_seams(inputs, parts)
+    right = (seams == low) | (seams == high)
+    assert bool(right[:, 1:].all()), (seams[~right], low[~right])
+    assert bool((low >= 0).any()) == (regime == "fast")
+    want, state = inputs.expected()
+    limit = bar(regime, torch.bfloat16)
+    assert worst_output_error(out, want, inputs.spans) <= 1e-2  # one row has too few terms to average rounding
+    assert worst_state_error(final, state) <= limit.state
+
+
+def forgetful(length: int = 256, log_decay: float = -8.0) -> Inputs:
+    """Every channel forgets e^8 a token."""
+    return activated((length,), log_decay, dtype=torch.bfloat16, device="cuda", seed=9)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "parts"), PARTS)
+def test_one_open_channel_keeps_the_exact_way(form: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = forgetful()
+    assert bool((run(inputs, form, parts, monkeypatch)[2][:, 1:] >= 0).all())
+    inputs.g[:, 1, 77] = 0.0
+    inputs.k[..., 77] = 0.0  # nothing writes over it
+    inputs.states[:, 1, :, 77] = 1e6
+    inputs.q[..., 77] = 0.1
+    out, final, seams = run(inputs, form, parts, monkeypatch)
+    assert bool((seams[:, 1:, 1] == -1).all())
+    assert bool((seams[:, 1:, 0] >= 0).all()), "the other head is not held up"
+    want, state = inputs.expected()
+    assert worst_output_error(out, want, inputs.spans) <= bar("slow", torch.bfloat16).out
+    assert worst_state_error(final, state) <= bar("slow", torch.bfloat16).state
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "parts"), PARTS)
+@pytest.mark.parametrize(("keys", "strength"), [(1.0, 2.0), (30.0, 0.9), (1.0, -1.0)])
+def test_growth_through_the_delta_rule_counts(
+    form: str, parts: int, keys: float, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of any length and strengths outside (0, 1): the seams are those of the bound, the results of float64."""
+    inputs = forgetful()
+    inputs.k = (inputs.k.float() * keys).bfloat16()
+    inputs.beta = torch.full_like(inputs.beta, strength)
+    out, final, seams = run(inputs, form, parts, monkeypatch)
+    low, high = expected_seams(inputs, parts)
+    assert bool(((seams == low) | (seams == high))[:, 1:].all())
+    want, state = inputs.expected()
+    assert worst_output_error(out, want, inputs.spans) <= bar("fast", torch.bfloat16).out
+    assert worst_state_error(final, state) <= bar("fast", torch.bfloat16).state
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("delta", [-1e-4, 1e-4])
+def test_the_threshold_is_where_it_is_said_to_be(delta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys a state decays by the gates alone, and 64 tokens of 2^-(126 / 64) reach the threshold."""
+    log_decay = -126 / 64 * 0.6931471805599453 * (1 + delta)
+    inputs = forgetful(256, log_decay)
+    inputs.k.zero_()
+    seams = run(inputs, "handover", 2, monkeypatch)[2]
+    assert bool((seams[:, 1] == (4 if delta > 0 else 5)).all())
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "parts"), PARTS)
+def test_nans_near_a_seam_cross_it(form: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN among the tokens of a walk makes it exact; so NaNs near a seam cross it."""
+    inputs = forgetful()
+    inputs.k[126, 0, 5] = float("nan")  # parts begin at token 128
+    out, final, seams = run(inputs, form, parts, monkeypatch)
+    middle = parts // 2
+    assert int(seams[0, middle, 0]) == -1
+    assert bool((seams[:, 1:, 1] >= 0).all())
+    assert bool(out[128:144, 0].isnan().all())
+    assert bool(out[:, 1].isfinite().all())
