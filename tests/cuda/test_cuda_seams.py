@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from rapidkda import ops, reference
 from rapidkda.backends.base import Request
 from rapidkda.backends.cuda import CudaBackend
 from rapidkda.backends.cuda.host import prefill as host
-from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, Plan
+from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, FormName, Plan
 from rapidkda.device import Device
 from rapidkda.testing import Inputs, Shape, activated, bar, make_inputs, worst_output_error, worst_state_error
 
@@ -61,7 +62,7 @@ hopper = pytest.mark.skipif(bool(on_hopper()), reason=on_hopper() or "runs here"
 PARTS = [("handover", 2), ("handover", 4), ("parallel", 2), ("parallel", 4)]
 
 
-def run(inputs: Inputs, form: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+def run(inputs: Inputs, form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and seams [N, P, HV] of a call in place on a pool."""
     monkeypatch.setattr(host, "plan", lambda call, sms: Plan(form, parts, 0.0, ()))
     units = len(inputs.spans) * parts * inputs.v.shape[1]
@@ -120,7 +121,7 @@ def expected_seams(inputs: Inputs, parts: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32], ids=["g16", "g32"])
 @pytest.mark.parametrize("regime", ["fast", "slow", "staggered", "unbounded"])
 def test_seams_are_those_of_the_bound(
-    form: str, parts: int, g_dtype: torch.dtype, regime: str, monkeypatch: pytest.MonkeyPatch
+    form: FormName, parts: int, g_dtype: torch.dtype, regime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape("ragged", (700, 333, 64, 17, 1, 0, 150), 2, 4)
     inputs = make_inputs(
@@ -145,7 +146,7 @@ def forgetful(length: int = 256, log_decay: float = -8.0) -> Inputs:
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize(("form", "parts"), PARTS)
-def test_one_open_channel_keeps_the_exact_way(form: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_open_channel_keeps_the_exact_way(form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = forgetful()
     assert bool((run(inputs, form, parts, monkeypatch)[2][:, 1:] >= 0).all())
     inputs.g[:, 1, 77] = 0.0
@@ -165,7 +166,7 @@ def test_one_open_channel_keeps_the_exact_way(form: str, parts: int, monkeypatch
 @pytest.mark.parametrize(("form", "parts"), PARTS)
 @pytest.mark.parametrize(("keys", "strength"), [(1.0, 2.0), (30.0, 0.9), (1.0, -1.0)])
 def test_growth_through_the_delta_rule_counts(
-    form: str, parts: int, keys: float, strength: float, monkeypatch: pytest.MonkeyPatch
+    form: FormName, parts: int, keys: float, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of any length and strengths outside (0, 1): the seams are those of the bound, the results of float64."""
     inputs = forgetful()
@@ -194,11 +195,11 @@ def test_the_threshold_is_where_it_is_said_to_be(delta: float, monkeypatch: pyte
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize(("form", "parts"), PARTS)
-def test_nans_near_a_seam_cross_it(form: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nans_near_a_seam_cross_it(form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN among the tokens of a walk makes it exact; so NaNs near a seam cross it."""
     inputs = forgetful()
     inputs.k[126, 0, 5] = float("nan")  # parts begin at token 128
-    out, final, seams = run(inputs, form, parts, monkeypatch)
+    out, _, seams = run(inputs, form, parts, monkeypatch)
     middle = parts // 2
     assert int(seams[0, middle, 0]) == -1
     assert bool((seams[:, 1:, 1] >= 0).all())
