@@ -139,8 +139,10 @@ def test_seams_are_those_of_the_bound(
 
 
 def forgetful(length: int = 256, log_decay: float = -8.0) -> Inputs:
-    """Every channel forgets e^8 a token."""
-    return activated((length,), log_decay, dtype=torch.bfloat16, device="cuda", seed=9)
+    """Every channel decays by the same factor a token; keys are normalised in the kernel."""
+    inputs = activated((length,), log_decay, dtype=torch.bfloat16, device="cuda", seed=9)
+    inputs.raw_keys = True
+    return inputs
 
 
 @hopper
@@ -164,17 +166,29 @@ def test_one_open_channel_keeps_the_exact_way(form: FormName, parts: int, monkey
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize(("form", "parts"), PARTS)
-@pytest.mark.parametrize(("keys", "strength"), [(1.0, 2.0), (30.0, 0.9), (1.0, -1.0)])
-def test_growth_through_the_delta_rule_counts(
-    form: FormName, parts: int, keys: float, strength: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("strength", "log_decay"), [(2.0, -1.0), (2.0, -8.0), (-1.0, -2.0), (0.0, -1.5)])
+def test_write_strengths_count(
+    form: FormName, parts: int, strength: float, log_decay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys of any length and strengths outside (0, 1): the seams are those of the bound, the results of float64."""
-    inputs = forgetful()
-    inputs.k = (inputs.k.float() * keys).bfloat16()
+    """Strengths outside (0, 1) too: the seams are those of the bound, the results those of float64."""
+    inputs = forgetful(256, log_decay)
     inputs.beta = torch.full_like(inputs.beta, strength)
     out, final, seams = run(inputs, form, parts, monkeypatch)
     low, high = expected_seams(inputs, parts)
     assert bool(((seams == low) | (seams == high))[:, 1:].all())
+    want, state = inputs.expected()
+    assert worst_output_error(out, want, inputs.spans) <= bar("fast", torch.bfloat16).out
+    assert worst_state_error(final, state) <= bar("fast", torch.bfloat16).state
+
+
+@hopper
+@pytest.mark.gpu
+def test_keys_as_they_are_forget_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer keys could bring back after the seam what was nothing at it."""
+    inputs = forgetful()
+    inputs.raw_keys = False
+    out, final, seams = run(inputs, "handover", 4, monkeypatch)
+    assert bool((seams[:, 1:] == -1).all())
     want, state = inputs.expected()
     assert worst_output_error(out, want, inputs.spans) <= bar("fast", torch.bfloat16).out
     assert worst_state_error(final, state) <= bar("fast", torch.bfloat16).state
