@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from rapidkda.backends.cuda import CudaBackend, compiler
 from rapidkda.backends.cuda.host import prefill as host
 from rapidkda.backends.cuda.host.plan import Plan
 from rapidkda.device import Device
+from rapidkda.ops import kinds
 from rapidkda.segments import Checkpoints
 from rapidkda.testing import Inputs, Shape, bar, make_inputs, worst_output_error, worst_state_error
 
@@ -31,11 +33,13 @@ FORMS = (("whole", 1), ("pair", 1), ("handover", 2), ("handover", 3), ("parallel
 
 
 @pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}{form[1]}")
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Makes the planner choose one form for everything."""
     name, parts = request.param
     monkeypatch.setattr(host, "plan", lambda call, sms: Plan(name, parts, 0.0, ()))
-    return str(name)
+    kinds.forget()  # they hold plans
+    yield str(name)
+    kinds.forget()
 
 
 def run(inputs: Inputs, state_dtype: torch.dtype = torch.float32, v_first: bool = True) -> tuple[torch.Tensor, ...]:

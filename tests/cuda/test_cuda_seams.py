@@ -16,6 +16,7 @@ from rapidkda.backends.cuda import CudaBackend
 from rapidkda.backends.cuda.host import prefill as host
 from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, FormName, Plan
 from rapidkda.device import Device
+from rapidkda.ops import kinds
 from rapidkda.testing import Inputs, Shape, activated, bar, make_inputs, worst_output_error, worst_state_error
 
 FORGOTTEN, MOST_WARM_UP = 2.0**-126, 8  # as csrc/seams.cu has them
@@ -65,6 +66,7 @@ PARTS = [("handover", 2), ("handover", 4), ("parallel", 2), ("parallel", 4)]
 def run(inputs: Inputs, form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and seams [N, P, HV] of a call in place on a pool."""
     monkeypatch.setattr(host, "plan", lambda call, sms: Plan(form, parts, 0.0, ()))
+    kinds.forget()  # they hold plans
     units = len(inputs.spans) * parts * inputs.v.shape[1]
     states = (3 if form == "parallel" else 1) * STATE_BYTES * units
     workspace = torch.full((states + PART_BYTES * units,), 0xA5, dtype=torch.uint8, device=inputs.q.device)
