@@ -49,6 +49,21 @@ def checkpoints_of_a_long_sequence(target: Target) -> None:
         within(f"state after {offset} tokens", worst_state_error(pool.states([row]), want), target.case_bar().state)
 
 
+@case("long", slow_when_interpreted=True, strength=(0.5, 2.0))
+def one_open_channel_among_closed(target: Target, strength: float) -> None:
+    """One channel forgets nothing, all others do at once: what it holds is read to the end, in this head only."""
+    tokens, channel = long(target, 2500, 700), 77
+    decay = torch.full((tokens, 2, 128), -8.0, device=target.device)
+    decay[:, 0, channel] = 0.0
+    inputs = activated([tokens], decay, dtype=target.dtype, device=target.device, seed=98)
+    inputs.raw_keys = True
+    inputs.beta.fill_(strength)
+    inputs.k[..., channel] = 0.0
+    inputs.q[..., channel] = 0.3
+    inputs.states[..., channel] *= 1e3
+    check_run(run_prefill(target, inputs), inputs, target.case_bar())
+
+
 @case("B77", slow_when_interpreted=True)
 def short_and_empty_segments_repeated(target: Target) -> None:
     """Many segments of 0, 1, 16 and 64 tokens over pools with old contents: the same bits every time."""
