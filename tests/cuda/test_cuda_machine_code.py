@@ -41,24 +41,31 @@ def disassemble(kernel: KernelSource, folder: Path) -> list[tuple[int, str]]:
 
 
 def innermost_loops(code: list[tuple[int, str]], holding: str) -> list[list[str]]:
-    """Bodies of backward branches that hold an instruction and no smaller such loop."""
-    loops = []
+    """Bodies of backward branches that hold an instruction, the shortest of those that overlap: a wait's retry lies out
+    of line and jumps back too."""
+    loops: list[tuple[int, int]] = []
     for address, instruction in code:
         branch = re.search(r"\bBRA\S* .*?0x([0-9a-f]+)", instruction)
         if branch and int(branch[1], 16) < address:
-            body = [text for at, text in code if int(branch[1], 16) <= at <= address]
-            if any(holding in text for text in body):
-                loops.append(body)
-    loops.sort(key=len)
-    return loops[:1]
+            loops.append((int(branch[1], 16), address))
+    kept: list[tuple[int, int]] = []
+    for first, last in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        apart = all(last < begin or end < first for begin, end in kept)
+        if apart and any(first <= at <= last and holding in text for at, text in code):
+            kept.append((first, last))
+    return [[text for at, text in code if first <= at <= last] for first, last in kept]
 
 
 @pytest.mark.parametrize("kernel", [k for k in kernels() if k.entry == "prefill"], ids=str)
 def test_the_recurrence_spills_nothing(kernel: KernelSource, tmp_path: Path) -> None:
     code = disassemble(kernel, tmp_path)
     spills = re.compile(r"\b(LDL|STL)\b")
-    (consumers,) = innermost_loops(code, "HGMMA.64x128x16")
-    assert len(consumers) < 700
-    assert [text for text in consumers if spills.search(text)] == []
+    loops = innermost_loops(code, "HGMMA.64x128x16")
+    assert len(loops) == (2 if "kPair" in str(kernel) else 1)  # a pair warms up without writing outputs
+    for consumers in loops:
+        assert len(consumers) < 700
+        assert [text for text in consumers if spills.search(text)] == []
+        # Addresses of tiles stay in uniform registers; moving them there for each chunk costs the pair a tenth.
+        assert len([text for text in consumers if "R2UR" in text]) <= 4
     (producers,) = innermost_loops(code, "MUFU.EX2")
     assert len([text for text in producers if spills.search(text)]) <= MOST_PRODUCER_SPILLS

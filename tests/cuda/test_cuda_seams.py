@@ -14,7 +14,7 @@ from rapidkda import ops, reference
 from rapidkda.backends.base import Request
 from rapidkda.backends.cuda import CudaBackend
 from rapidkda.backends.cuda.host import prefill as host
-from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, FormName, Plan
+from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, FormName, Plan, workspace_bytes
 from rapidkda.device import Device
 from rapidkda.ops import kinds
 from rapidkda.testing import Inputs, Shape, activated, bar, make_inputs, worst_output_error, worst_state_error
@@ -69,7 +69,8 @@ def run(inputs: Inputs, form: FormName, parts: int, monkeypatch: pytest.MonkeyPa
     kinds.forget()  # they hold plans
     units = len(inputs.spans) * parts * inputs.v.shape[1]
     states = (3 if form == "parallel" else 1) * STATE_BYTES * units
-    workspace = torch.full((states + PART_BYTES * units,), 0xA5, dtype=torch.uint8, device=inputs.q.device)
+    needed = max(states + PART_BYTES * units, workspace_bytes(1, 132))
+    workspace = torch.full((needed,), 0xA5, dtype=torch.uint8, device=inputs.q.device)
     pool = inputs.states.clone()
     out = torch.full(inputs.v.shape, float("nan"), dtype=torch.bfloat16, device=inputs.q.device)
     ops.prefill(

@@ -42,14 +42,13 @@ DEVICE void announce(u32* flag, int lane) {
     __syncwarp();
     if (lane == 0) asm volatile("st.release.gpu.global.u32 [%0],%1;" ::"l"(flag), "r"(1) : "memory");
 }
-DEVICE void wait_for(const u32* flag, int lane) {
-    if (lane == 0) {
-        u32 there;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(there) : "l"(flag) : "memory");
-        } while (there == 0);
-    }
-    __syncwarp();
+// The vote tells the assembler that the warp leaves the loop together: else it takes all that follows for diverged, and
+// keeps the addresses of tiles out of uniform registers.
+DEVICE void wait_for(const u32* flag) {
+    u32 there;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(there) : "l"(flag) : "memory");
+    } while (!__all_sync(kAllLanes, there != 0));
 }
 
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }

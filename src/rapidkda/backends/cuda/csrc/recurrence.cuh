@@ -33,9 +33,10 @@ DEVICE void mask_tokens(u32* v, int q, int rows) {
 // of the state, and with them U, scaled by a power of two that it moves when U leaves the middle of that range: exact,
 // and nearly never. No row of the state is shared between warps.
 struct Range {
-    float in = 1.f, out = 1.f;  // scale of what comes in (V), and its inverse for what goes out
     static constexpr u32 kLow = 0x3c000000u, kHigh = 0x45800000u;  // 2^-7 and 2^12 as bits
     static constexpr float kMost = 0x1p60f;
+    float in = 1.f, out = 1.f;  // scale of what comes in (V), and its inverse for what goes out
+    u32 low = kLow;  // 0 where `in` is at its most: a state that only decays (a transition's M) arrives there for good
 
     // Largest magnitude of U over the warp, as bits; u: this lane's part.
     DEVICE static u32 largest(const float* u) {
@@ -43,9 +44,8 @@ struct Range {
         const float b = fmaxf(fmaxf(fabsf(u[4]), fabsf(u[5])), fmaxf(fabsf(u[6]), fabsf(u[7])));
         return warp_max(__float_as_uint(fmaxf(a, b)));
     }
-    DEVICE static bool fits(u32 bits) { return bits - kLow <= kHigh - kLow; }
-    // The factor by which everything scaled must be multiplied when it does not fit; 1 at the ends of the range, where
-    // a state that only decays (a transition's M) arrives for good.
+    DEVICE bool fits(u32 bits) const { return bits >= low && bits <= kHigh; }
+    // The factor by which everything scaled must be multiplied when it does not fit.
     DEVICE float adjust(u32 bits) {
         if (bits == 0u || bits >= 0x7f800000u) return 1.f;  // nothing to scale by
         const int exponent = static_cast<int>(bits >> 23) - 127;  // bring the largest to about 2^4
@@ -53,6 +53,7 @@ struct Range {
         factor = fminf(fmaxf(factor, out / kMost), out * kMost);
         in *= factor;
         out = 1.f / in;
+        low = in < kMost ? kLow : 0u;
         return factor;
     }
 };
@@ -77,7 +78,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     // The start of a part lies in `starts`; a transition starts from nothing but in the first part.
     const bool from_starts = C::kCluster && p.starts && !w.from_zero && (C::kOutputs || (w.part == 0 && !identity));
     if (from_starts) {
-        if (C::kOutputs && p.ready && w.part > 0) wait_for(ready(w.part), lane);
+        if (C::kOutputs && p.ready && w.part > 0) wait_for(ready(w.part));
         load_state(state, p.starts, part_offset(w.part), row, column, dense);
     } else if constexpr (C::kForm == Form::kTransition) {
 #pragma unroll
@@ -115,8 +116,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     const u32 small_lane = ((lane >> 3) & 1) * 256 + ((lane >> 4) * 8 + (lane & 7)) * 16;
     const u32 staging = shared + C::staging + warp_index * C::kStaging;
     const u32 staging_read = staging + (lane >> 4) * 256 + (lane & 15) * 16;
-    u16* out = p.out + (w.first_token + (lane & 15)) * p.out_token_stride + w.head * p.out_head_stride + v_half * 64 +
-               warp * 16 + (lane >> 4) * 8;
+    u16* out = p.out + (w.first_token + (warm_up - 1) * kChunk + (lane & 15)) * p.out_token_stride +
+               w.head * p.out_head_stride + v_half * 64 + warp * 16 + (lane >> 4) * 8;  // one chunk before the first kept
 
     float products[16];  // [W 8 | O' 8]
     u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4], intra[4];
@@ -154,8 +155,9 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         first_decay = load_decay(0);
         if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
     };
-    auto front = [&](int i) {
-        if (C::kOutputs && i > 1) out += kChunk * p.out_token_stride;
+    auto front = [&](int i, bool writes) {  // writes: the output of the chunk before
+        const bool has_output = C::kOutputs && writes;
+        if (has_output) out += kChunk * p.out_token_stride;
         u32 state_bf16[32];
 #pragma unroll
         for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
@@ -172,7 +174,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         wgmma_commit();
         wgmma_wait<1>();
         // Beside W: the decay and the output of the chunk before.
-        const bool has_output = C::kOutputs && i > warm_up;
         if (has_output) read_output();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -223,8 +224,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             }
         };
         split();  // while the warp agrees on the largest
-        const float factor = Range::fits(largest) ? 1.f : range.adjust(largest);
-        if (factor != 1.f) {  // rare
+        if (!range.fits(largest)) {  // rare
+            const float factor = range.adjust(largest);
 #pragma unroll
             for (int t = 0; t < 64; t++) state[t] *= factor;
 #pragma unroll
@@ -275,13 +276,21 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     };
 
     if (n > 0) load_operands(0);
+    int i = 0;
+    if (warm_up > 0) {
+        front(0, false);
+        for (; i < warm_up; i++) {
+            back(i);
+            if (i + 1 < warm_up) front(i + 1, false);
+        }
+    }
     // Runs of chunks between checkpoints: the inner loop knows nothing of them.
-    for (int i = 0; i < n;) {
+    while (i < n) {
         const int end = checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
-        front(i);
+        front(i, i > warm_up);
         for (; i < end; i++) {
             back(i);
-            if (i + 1 < end) front(i + 1);
+            if (i + 1 < end) front(i + 1, true);
         }
         if (C::kOutputs && checkpoint_chunk >= 0 && i == checkpoint_chunk + 1) {
             const int slot = p.checkpoint_slot[checkpoint];
@@ -293,7 +302,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
     }
     if (C::kOutputs && n > warm_up) {
-        if (n > 1) out += kChunk * p.out_token_stride;
+        out += kChunk * p.out_token_stride;
         read_output();
         write_output(w.rows - (n - 1) * kChunk);
     }

@@ -19,12 +19,15 @@
 #include "shared.cuh"
 #include "work.cuh"
 
-constexpr int kWarps = 4, kThreads = 32 * kWarps, kGroup = 4, kMostWarmUp = 8;
+constexpr int kGroup = 4, kGroups = kChunk / kGroup;          // tokens that a warp prepares; warps a chunk
+constexpr int kBatch = 4, kBatches = 2;                       // chunks that are walked between two barriers; at most
+constexpr int kMostWarmUp = kBatch * kBatches;
+constexpr int kThreads = 32 * kGroups * kBatch;
 constexpr float kStart = 0x1p64f, kForgotten = 0x1p-62f;
-constexpr int kFewestBits = 8;  // a chunk, or the walk is given up: slow gates are told apart in one step
-constexpr int kKeyBytes = 4096, kGateBytes = 8192, kTileBytes = kKeyBytes + kGateBytes;
-constexpr int kGroupBytes = 9 * 512 + 32, kFactorBytes = kWarps * kGroupBytes;
-constexpr int kBytes = kMostWarmUp * kTileBytes + kFactorBytes + 1024;
+constexpr float kLeast = 0x1p-8f;  // a chunk, or the walk is given up: slow gates are told apart in one
+constexpr int kKeyBytes = 4096, kTileBytes = kKeyBytes + 8192;
+constexpr int kGroupBytes = 9 * 512 + 32;
+constexpr int kBytes = kBatch * kTileBytes + kThreads / 32 * kGroupBytes + 1024;
 
 struct LaunchInfo {
     int threads, shared_bytes, cluster;
@@ -63,10 +66,13 @@ DEVICE Quad load_float_channels(u32 tile, int token, int lane) {
     return load_shared_quad(tile + (lane >> 3) * 2048 + token * 128 + (((lane & 7) * 16) ^ ((token & 7) << 4)));
 }
 
-DEVICE float warp_sum(float x) {
+// Sums over the warp of several values, side by side.
+template <int kCount>
+DEVICE void warp_sums(float (&x)[kCount]) {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(kAllLanes, x, offset);
-    return x;
+    for (int offset = 16; offset > 0; offset >>= 1)
+#pragma unroll
+        for (int i = 0; i < kCount; i++) x[i] += __shfl_xor_sync(kAllLanes, x[i], offset);
 }
 
 DEVICE Quad operator*(Quad a, Quad b) { return Quad{a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
@@ -81,38 +87,42 @@ DEVICE Quad add(Quad a, Quad b, float s) {
 //     s_t = <|k_t| keep_0 .. keep_(t-1), y> + sum_(u<t) <|k_t| keep_(u+1) .. keep_(t-1), move_u> s_u,
 //     y <- keep_0 .. keep_3 y + sum_t (keep_(t+1) .. keep_3 move_t) s_t.
 // A group's factors: nine rows of 128 fp32 (the read vectors, the write vectors, the decay), then the six products.
-struct Betas {
-    float of[kGroup];
-};
+//
+// `first`: of the tokens, in the tile; `rows` of the tile's tokens exist; lane t holds the write strength of first + t.
 DEVICE void prepare_group(const Params& p, u32 to, u32 keys, u32 logits, const Gates& gates, int lane, int first,
-                          const Betas& beta, int rows) {
+                          float beta, int rows) {
     Quad k[kGroup], keep[kGroup], move[kGroup];
+    float norms[kGroup];
+#pragma unroll
+    for (int t = 0; t < kGroup; t++) {
+        k[t] = load_bf16_channels(keys, first + kGroup - 1 - t, lane);
+        norms[t] = dot(k[t], k[t]);
+    }
+    warp_sums(norms);
 #pragma unroll
     for (int t = 0; t < kGroup; t++) {
         const int token = first + kGroup - 1 - t;
-        k[t] = load_bf16_channels(keys, token, lane);
+        const bool exists = token < rows;
         const Quad g = p.flags & kGateFloat ? load_float_channels(logits, token, lane)
                                             : load_bf16_channels(logits, token, lane);
-        const float scale = inverse_sqrt(warp_sum(dot(k[t], k[t])) + 1e-6f);
-        k[t] = k[t] * Quad{scale, scale, scale, scale};
-        const bool exists = token < rows;
-        auto decay = [&](float x, int c) { return exp2_approx(gates.log2_decay(x, c)); };
-        const Quad e = exists ? Quad{decay(g.x, 0), decay(g.y, 1), decay(g.z, 2), decay(g.w, 3)} : Quad{1, 1, 1, 1};
-        const float b = beta.of[kGroup - 1 - t];
-        k[t] = exists ? Quad{fabsf(k[t].x), fabsf(k[t].y), fabsf(k[t].z), fabsf(k[t].w)} : Quad{0, 0, 0, 0};
-        const Quad bk = k[t] * Quad{b, b, b, b};
+        auto decay = [&](float x, int c) { return exists ? exp2_approx(gates.log2_decay(x, c)) : 1.f; };
+        const Quad e{decay(g.x, 0), decay(g.y, 1), decay(g.z, 2), decay(g.w, 3)};
+        const float scale = inverse_sqrt(norms[t] + 1e-6f), b = __shfl_sync(kAllLanes, beta, kGroup - 1 - t);
+        auto magnitude = [&](float x) { return exists ? fabsf(x * scale) : 0.f; };
+        k[t] = Quad{magnitude(k[t].x), magnitude(k[t].y), magnitude(k[t].z), magnitude(k[t].w)};
+        const Quad bk{b * k[t].x, b * k[t].y, b * k[t].z, b * k[t].w};
         keep[t] = e * Quad{fabsf(1.f - bk.x * k[t].x), fabsf(1.f - bk.y * k[t].y), fabsf(1.f - bk.z * k[t].z),
                            fabsf(1.f - bk.w * k[t].w)};
         move[t] = e * Quad{fabsf(bk.x), fabsf(bk.y), fabsf(bk.z), fabsf(bk.w)};
     }
     const u32 own = to + lane * 16;
+    float products[kGroup * (kGroup - 1) / 2];
 #pragma unroll
     for (int t = 0; t < kGroup; t++) {
         Quad read = k[t], write = move[t];
 #pragma unroll
         for (int u = t - 1; u >= 0; u--) {
-            const float product = warp_sum(dot(read, move[u]));
-            if (lane == 0) store_shared_float(to + 9 * 512 + (t * (t - 1) / 2 + u) * 4, product);
+            products[t * (t - 1) / 2 + u] = dot(read, move[u]);
             read = read * keep[u];
         }
 #pragma unroll
@@ -121,22 +131,23 @@ DEVICE void prepare_group(const Params& p, u32 to, u32 keys, u32 logits, const G
         store_shared_quad(own + (kGroup + t) * 512, write);
     }
     store_shared_quad(own + 8 * 512, keep[0] * keep[1] * (keep[2] * keep[3]));
+    warp_sums(products);
+    if (lane != 0) return;
+    store_shared_quad(to + 9 * 512, Quad{products[0], products[1], products[2], products[3]});
+    store_shared_pair(to + 9 * 512 + 16, products[4], products[5]);
 }
 DEVICE Quad walk_group(Quad y, u32 from, int lane) {
     const u32 own = from + lane * 16;
     float s[kGroup];
+    Quad write[kGroup];
 #pragma unroll
     for (int t = 0; t < kGroup; t++) s[t] = dot(load_shared_quad(own + t * 512), y);
     Quad next = load_shared_quad(own + 8 * 512) * y;
-    Quad write[kGroup];
 #pragma unroll
     for (int t = 0; t < kGroup; t++) write[t] = load_shared_quad(own + (kGroup + t) * 512);
-    const Quad low = load_shared_quad(from + 9 * 512);  // (1, 0), (2, 0), (2, 1), (3, 0)
+    const Quad low = load_shared_quad(from + 9 * 512);        // (1, 0), (2, 0), (2, 1), (3, 0)
     const Pair high = load_shared_pair(from + 9 * 512 + 16);  // (3, 1), (3, 2)
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1)
-#pragma unroll
-        for (int t = 0; t < kGroup; t++) s[t] += __shfl_xor_sync(kAllLanes, s[t], offset);
+    warp_sums(s);
     s[1] = fmaf(low.x, s[0], s[1]);
     s[2] = fmaf(low.z, s[1], fmaf(low.y, s[0], s[2]));
     s[3] = fmaf(high.y, s[2], fmaf(high.x, s[1], fmaf(low.w, s[0], s[3])));
@@ -145,12 +156,13 @@ DEVICE Quad walk_group(Quad y, u32 from, int lane) {
     return next;
 }
 
+// This block's share of the segment's own state.
 DEVICE void copy_initial(const Params& p, const Work& w) {
     const bool v_first = p.flags & kStateVFirst, is_float = p.flags & kInitialFloat;
     const int share = (128 * 128 + p.parts - 1) / p.parts, end = min((w.part + 1) * share, 128 * 128);
     const i64 from = w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128);
     float* to = p.starts + part_index(p, w, 0) * (128 * 128);
-    constexpr int kAtOnce = 16;  // loads in flight
+    constexpr int kAtOnce = 8;  // loads in flight
     for (int first = w.part * share + threadIdx.x; first < end; first += kAtOnce * kThreads) {
         float values[kAtOnce];
 #pragma unroll
@@ -166,14 +178,16 @@ DEVICE void copy_initial(const Params& p, const Work& w) {
 
 extern "C" __global__ void __launch_bounds__(kThreads) seams(const __grid_constant__ Params p) {
     extern __shared__ u8 dynamic_shared[];
-    __shared__ u64 landed_barriers[kMostWarmUp];
+    __shared__ u64 barriers[kBatch];  // the tiles of a chunk landed
     __shared__ Work w;
-    const u32 tiles = (shared_address(dynamic_shared) + 1023) & ~1023u, factors = tiles + kMostWarmUp * kTileBytes;
-    const u32 landed = shared_address(landed_barriers);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    __shared__ int verdict;  // the seam, or kOpen
+    constexpr int kOpen = -2;
+    const u32 tiles = (shared_address(dynamic_shared) + 1023) & ~1023u, factors = tiles + kBatch * kTileBytes;
+    const u32 landed = shared_address(barriers);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, chunk = warp / kGroups, group = warp % kGroups;
     if (threadIdx.x == 0) {
         w = find_work(p, (blockIdx.z * p.parts + blockIdx.y) * p.value_heads + blockIdx.x, p.parts, false);
-        for (int i = 0; i < kMostWarmUp; i++) barrier_init(landed + 8 * i, 1);
+        for (int i = 0; i < kBatch; i++) barrier_init(landed + 8 * i, 1);
         barrier_init_fence();
         fence_async_proxy();
     }
@@ -182,53 +196,63 @@ extern "C" __global__ void __launch_bounds__(kThreads) seams(const __grid_consta
     const i64 index = part_index(p, w, w.part);
     if (p.ready && threadIdx.x < 8) p.ready[index * 8 + threadIdx.x] = 0;
 
-    // Chunk i before the part ends at its first token; the tokens of the segment before it.
+    // Chunk i before the part begins at token first_token - (i + 1) kChunk; `most` of them may be walked.
     const int most = p.flags & kL2Norm ? min(w.first_chunk, kMostWarmUp) : 0;
-    const int gate_bytes = p.flags & kGateFloat ? 8192 : 4096;
-    if (threadIdx.x == 0)
-        for (int i = 0; i < most; i++) {
+    auto load_batch = [&](int batch) {
+        for (int i = batch * kBatch; i < min(most, (batch + 1) * kBatch); i++) {
             const int token = w.first_token - (i + 1) * kChunk;
-            barrier_expect(landed + 8 * i, kKeyBytes + gate_bytes);
-            copy_tile(tiles + i * kTileBytes, &p.k, token, 0, w.head / p.group, landed + 8 * i);
-            copy_tile(tiles + i * kTileBytes + kKeyBytes, &p.g, token, 0, w.head, landed + 8 * i);
+            const u32 to = tiles + i % kBatch * kTileBytes, bar = landed + 8 * (i % kBatch);
+            barrier_expect(bar, kKeyBytes + (p.flags & kGateFloat ? 8192 : 4096));
+            copy_tile(to, &p.k, token, 0, w.head / p.group, bar);
+            copy_tile(to + kKeyBytes, &p.g, token, 0, w.head, bar);
         }
-    // Warp w prepares tokens 4 w .. 4 w + 3 of every chunk; lane l holds the write strength of token l % 4 of them, of
-    // chunk l / 4.
-    const int beta_token = w.first_token - (lane / 4 + 1) * kChunk + warp * kGroup + (lane & 3);
-    const int segment_first = w.first_token - w.first_chunk * kChunk, segment_rows = w.first_chunk * kChunk + w.rows;
+    };
+    if (threadIdx.x == 0) load_batch(0);
+    // Lane 4 b + t holds the write strength of this warp's token t in batch b.
+    const int segment_rows = w.first_chunk * kChunk + w.rows;
+    const int row = (w.first_chunk - lane / kGroup * kBatch - chunk - 1) * kChunk + group * kGroup + lane % kGroup;
     float beta = 0.f;
-    if (beta_token >= segment_first && beta_token < segment_first + segment_rows) {
-        beta = load_element(p.beta, beta_token * p.beta_token_stride + w.head * p.beta_head_stride, p.flags & kBetaFloat);
+    if (lane < kBatches * kGroup && row >= 0 && row < segment_rows) {
+        const i64 token = w.first_token - w.first_chunk * kChunk + row;
+        beta = load_element(p.beta, token * p.beta_token_stride + w.head * p.beta_head_stride, p.flags & kBetaFloat);
         if (p.flags & kBetaLogits) beta = sigmoid(beta) * p.beta_scale;
     }
+    const Gates gates(p, w.head, 4 * lane);
     copy_initial(p, w);
     if (w.part == 0) return;
 
-    const Gates gates(p, w.head, 4 * lane);
     Quad y{kStart, kStart, kStart, kStart};
     float limit = kStart;
-    int seam = -1;
-    for (int i = 0; i < most; i++) {
-        const u32 keys = tiles + i * kTileBytes, logits = keys + kKeyBytes;
-        barrier_wait(landed + 8 * i, 0);
-        Betas betas;
-#pragma unroll
-        for (int t = 0; t < kGroup; t++) betas.of[t] = __shfl_sync(kAllLanes, beta, i * kGroup + t);
-        prepare_group(p, factors + warp * kGroupBytes, keys, logits, gates, lane, warp * kGroup, betas,
-                      segment_rows - (w.first_chunk - i - 1) * kChunk);
-        __syncthreads();
-        // Every warp walks the same way, so that all agree.
-#pragma unroll
-        for (int group = kWarps - 1; group >= 0; group--) y = walk_group(y, factors + group * kGroupBytes, lane);
-        auto all_below = [&](float x) { return __all_sync(kAllLanes, y.x < x && y.y < x && y.z < x && y.w < x); };
-        if (all_below(kForgotten)) {
-            seam = i + 1;
-            break;
+    int seam = most > 0 ? kOpen : -1;
+    for (int batch = 0; seam == kOpen; batch++) {
+        const int i = batch * kBatch + chunk;
+        if (i < most) {
+            barrier_wait(landed + 8 * chunk, batch & 1);
+            prepare_group(p, factors + warp * kGroupBytes, tiles + chunk * kTileBytes,
+                          tiles + chunk * kTileBytes + kKeyBytes, gates, lane, group * kGroup,
+                          __shfl_sync(kAllLanes, beta, batch * kGroup + lane % kGroup),
+                          segment_rows - (w.first_chunk - i - 1) * kChunk);
         }
-        limit *= 1.f / (1 << kFewestBits);
-        if (!all_below(limit)) break;
         __syncthreads();
+        if (warp == 0) {
+            auto all_below = [&](float x) { return __all_sync(kAllLanes, y.x < x && y.y < x && y.z < x && y.w < x); };
+            for (int c = 0; c < kBatch && seam == kOpen; c++) {
+                const int walked = batch * kBatch + c + 1;
+#pragma unroll
+                for (int g = kGroups - 1; g >= 0; g--) y = walk_group(y, factors + (c * kGroups + g) * kGroupBytes, lane);
+                limit *= kLeast;
+                if (all_below(kForgotten))
+                    seam = walked;
+                else if (walked == most || !all_below(limit))
+                    seam = -1;
+            }
+            if (lane == 0) {
+                verdict = seam;
+                if (seam == kOpen) load_batch(batch + 1);  // and no copy is on its way when the block ends
+            }
+        }
+        __syncthreads();
+        seam = verdict;
     }
     if (threadIdx.x == 0) p.seams[index] = seam;
-    for (int i = 0; i < most; i++) barrier_wait(landed + 8 * i, 0);  // no copy may land after the block has ended
 }
