@@ -35,7 +35,7 @@ class Sizes:
         passages, spans: texts for log-probabilities, and how each is fed.
         needle_lengths, needle_texts: tokens of the needle texts, and how many of each length.
         problems: of arithmetic.
-        prompts, prompt_tokens, new_tokens: greedy continuations, and speculation.
+        prompts, prompt_tokens, new_tokens: greedy continuations, and speculation; no prompts for neither.
         decay_tokens: of the text whose decays are averaged.
     """
 
@@ -202,6 +202,8 @@ class Battery:
                 found.tasks[task] = TaskResult(share(outcomes), difference, _digits(outcomes))
             if candidate.comparison == "operator":
                 found.verdicts = self._verdicts(found)
+            if self.sizes.prompts == 0:
+                return
             found.agreement = generation.agreement(self._continue(model, backends), self._continuations)
             if self.models.head is not None:
                 found.speculation = generation.speculation(
