@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rapidkda.dispatch import load
-from rapidkda.evaluation import QUICK, Battery, Models, Sizes, Spans, by_instrument, of_backend, reference
+from rapidkda.evaluation import Battery, Models, Sizes, Spans, by_instrument
 from rapidkda.evaluation.operands import NarrowOperands
 
 from .broken import BROKEN, Healthy, Passing
@@ -27,7 +27,6 @@ def test_a_broken_backend_is_outside_the_budget(battery: Battery, broken: type[P
     found = battery.judge(by_instrument(broken.__name__, broken()))
     assert found.error is None
     assert not found.within
-    print([(v.what, v.value) for v in found.verdicts if not v.within])
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bf16 operands"])

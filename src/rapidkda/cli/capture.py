@@ -9,16 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engine.loading import load_model, load_text
+from ..engine.loading import SHIPPED, load_model, load_text
 from ..evaluation.capture import capture
 from ..testing import captured
 from .console import UserError, console, device_option, needs, readable, writable
 
 
 def capture_operands(
-    model: Annotated[Path, typer.Option(help="Folder of a glm5_next or kimi_linear model (Hugging Face files).")],
     text: Annotated[Path, typer.Option(help="Text file that the model reads.")],
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of a glm5_next or kimi_linear model (Hugging Face files).",
+            show_default="the small model of this package",
+        ),
+    ] = SHIPPED,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to keep.")] = 2048,
     skip: Annotated[int, typer.Option(min=0, help="Tokens that are read before them, for a state to start from.")] = 0,
     layer: Annotated[
@@ -31,7 +37,7 @@ def capture_operands(
     `rapidkda bench prefill|decode|verify --inputs FILE` and `rapidkda verify --inputs FILE` take it. The model runs in
     float32 on the torch backend, and the operands are kept in bfloat16.
 
-    **Example:** `rapidkda capture --model ./model --text README.md --tokens 512 --out captured.safetensors`
+    **Example:** `rapidkda capture --text README.md --tokens 512 --out captured.safetensors`
     """
     place = device_option(device)
     target = writable(out, "--out")

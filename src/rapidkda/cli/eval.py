@@ -18,22 +18,23 @@ from ..bench.result import collect_meta
 from ..device import Device
 from ..dispatch import REGISTRY
 from ..engine import MtpHead
-from ..engine.loading import TOKENIZER_FILES, load_model
+from ..engine.loading import HEAD_FILE, SHIPPED, TOKENIZER_FILES, load_model
 from ..evaluation import FULL, QUICK, Battery, Candidate, Judged, Models, Report, of_backend, reference, runnable
 from ..evaluation.candidates import Comparison
 from ..evaluation.report import as_json, draw, save
 from ..evaluation.statistics import Estimate
 from ..problem import GateKind
 from ..serving import BackendWish
-from ..serving.weights import Source
 from .console import UserError, console, device_option, load_flashkda, needs, writable
 
 Compared = Literal["operator", "model", "both"]
-MTP = "mtp."
 
 
 def evaluate(
-    model: Annotated[Path, typer.Option(help="Folder of a trained byte-level model.")],
+    model: Annotated[
+        Path,
+        typer.Option(help="Folder of a trained byte-level model.", show_default="the small model of this package"),
+    ] = SHIPPED,
     backend: Annotated[
         list[str] | None, typer.Option(help="Backend to judge; may be repeated. Default: every one that can run.")
     ] = None,
@@ -58,7 +59,7 @@ def evaluate(
     All are compared with the torch backend in float32 on the same held-out problems and texts. The budget, for the
     comparison "operator": arithmetic and needles within one point, mean |delta logprob| 5e-3, KL 1e-4 a token.
 
-    **Example:** `rapidkda eval --model ./model --quick --backend torch`
+    **Example:** `rapidkda eval --quick --backend torch`
     """
     place = device_option(device)
     target = None if out is None else writable(out, "--out")
@@ -108,12 +109,10 @@ def loaded_models(folder: Path, device: torch.device) -> Models:
     def head(dtype: torch.dtype, backends: BackendWish) -> MtpHead:
         config = importlib.import_module("transformers").AutoConfig.from_pretrained(folder).get_text_config()
         made = MtpHead.from_config(config, dtype=dtype, backends=backends, device=device)
-        made.load_weights(folder, MTP)
+        made.load_weights(folder / HEAD_FILE)
         return made
 
-    with Source(folder) as tensors:
-        has_head = bool(tensors.names(MTP))
-    return Models(load, head if has_head else None)
+    return Models(load, head if (folder / HEAD_FILE).is_file() else None)
 
 
 def _gate(models: Models) -> GateKind:
