@@ -19,6 +19,7 @@ from .conftest import Cli
 
 pytest.importorskip("transformers")
 
+CAPTURED = Path(__file__).parents[1] / "data" / "captured.safetensors"
 TINY = Sizes(60, 2, Spans(80, 6, 20), (128, 256), 1, 3, 2, 40, 6, 200)
 
 
@@ -100,6 +101,16 @@ def test_capture_is_taken_by_verify_and_bench(cli: Cli, folder: Path, tmp_path: 
     done = cli("bench", "decode", *taken, "--batch", "3", "--rounds", "1", "--replays", "1", "--out", str(rows))
     assert done.code == 0, done.err
     assert {row["regime"] for row in json.loads(rows.read_text())["rows"]} == {"captured"}
+
+
+def test_the_captured_file_of_the_repository(cli: Cli) -> None:
+    """Two KDA layers of the trained model on real text."""
+    assert CAPTURED.stat().st_size < 1_000_000
+    found = captured.load(CAPTURED)
+    assert found.beta.shape == (160, 4)
+    assert bool(found.states.any())
+    done = cli("verify", "--inputs", str(CAPTURED), "--backend", "torch", "--device", "cpu", "--quick")
+    assert done.code == 0, done.out
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ class KeptDrafts(Passing):
         return torch.where(accepted > 0, torch.full_like(accepted, most), accepted)
 
 
-class LateDecay(Passing):
-    """Decode decays the state after the write instead of before it: the gate of the token before."""
+class NoDecay(Passing):
+    """Decode leaves the decay out."""
 
     def decode(self, call: DecodeCall) -> None:
         tokens = call.tokens
@@ -144,4 +144,4 @@ class WrongHead(Passing):
             call.out[rows] = call.out[rows].roll(1, dims=1)
 
 
-BROKEN = (Fp8States, DroppedChunk, SwappedLayout, ForgottenState, KeptDrafts, LateDecay, WrongHead)
+BROKEN = (Fp8States, DroppedChunk, SwappedLayout, ForgottenState, KeptDrafts, NoDecay, WrongHead)

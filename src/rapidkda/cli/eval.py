@@ -202,13 +202,13 @@ def _generation_table(report: Report) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("backend", "comparison"):
         table.add_column(column, no_wrap=True)
-    for column in ("agrees for (mean)", "whole %", "K", "accepted %", "tokens a step", "tokens/s", "same as K=0 %"):
+    for column in ("agree for", "throughout", "K", "accepted %", "tokens/step", "tokens/s", "as K = 0"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in report.judged:
         if one.agreement is None:
             continue
         lengths = one.agreement.lengths
-        first = [f"{sum(lengths) / len(lengths):.1f}", _percent(one.agreement.whole)]
+        first = [f"{sum(lengths) / len(lengths):.1f}", _of(one.agreement.whole)]
         for place, found in enumerate(one.speculation):
             table.add_row(
                 *([one.name, one.comparison, *first] if place == 0 else [""] * 4),
@@ -216,7 +216,7 @@ def _generation_table(report: Report) -> Table:
                 "-" if found.accepted is None else _percent(found.accepted),
                 f"{found.tokens_per_step:.2f}",
                 f"{found.tokens_per_s:,.0f}",
-                _percent(found.same),
+                _of(found.same),
             )
         if not one.speculation:
             table.add_row(one.name, one.comparison, *first)
@@ -245,6 +245,10 @@ def _misses(report: Report) -> Iterable[str]:
 
 def _percent(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.1f} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+
+
+def _of(estimate: Estimate) -> str:
+    return f"{round(estimate.value * estimate.count)} of {estimate.count}"
 
 
 def _short(estimate: Estimate) -> str:
