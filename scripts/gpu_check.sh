@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What CI cannot show: everything that needs a GPU. One call on a machine with one runs the tests, the contract suite on
-# every GPU backend, the sanitizers on small workloads, and the benchmarks with every peer that is present.
+# every GPU backend, the sanitizers on small workloads, the accuracy battery, and the benchmarks with every peer that is present.
 #   scripts/gpu_check.sh OUT        OUT: folder for logs and result files
 #   PYTHON=python3  FLASHKDA=path/to/_flashkda_C.abi3.so  WORKERS=8
 # A part that fails does not stop the others; the exit code is the number of parts that failed.
@@ -38,6 +38,7 @@ for backend in cuda triton; do
             "${rapidkda[@]}" verify --quick --backend "$backend"
     done
 done
+part evaluation 400 "${rapidkda[@]}" eval ${FLASHKDA:+--flashkda "$FLASHKDA"} --out "$out/evaluation.json"
 part bench-prefill 400 "${rapidkda[@]}" bench prefill --regime fast --regime slow --regime unbounded "${peers[@]}" \
     --out "$out/prefill.json"
 part bench-decode 200 "${rapidkda[@]}" bench decode --out "$out/decode.json"
