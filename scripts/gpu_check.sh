@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What CI cannot show: everything that needs a GPU. One call on a machine with one runs the tests, the contract suite on
-# every GPU backend, the sanitizers on small workloads, the accuracy battery, and the benchmarks with every peer that is present.
+# every GPU backend, the sanitizers on small workloads, the accuracy battery, and the benchmarks with every peer that is
+# present.
 #   scripts/gpu_check.sh OUT        OUT: folder for logs and result files
 #   PYTHON=python3  FLASHKDA=path/to/_flashkda_C.abi3.so  WORKERS=8
 # A part that fails does not stop the others; the exit code is the number of parts that failed.

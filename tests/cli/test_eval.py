@@ -12,6 +12,8 @@ import torch
 from rapidkda.backends.torch import TorchBackend
 from rapidkda.cli import eval as command
 from rapidkda.evaluation import Sizes, Spans
+from rapidkda.evaluation.markdown import markdown
+from rapidkda.evaluation.result_file import weights_digest
 from rapidkda.testing import captured
 from rapidkda.testing.models import build_glm5_next
 
@@ -61,6 +63,12 @@ def test_eval_writes_tables_json_and_plots(cli: Cli, folder: Path, tmp_path: Pat
     assert not model["verdicts"]
     assert done.code == (0 if exact["within"] and narrow["within"] else 1)
     assert {path.name for path in plots.iterdir()} == {"needles.png", "logprobs.png", "half_lives.png"}
+    shown = cli("eval", "--recorded", str(out), "--plots", str(tmp_path / "again"))
+    assert shown.code == 0
+    assert shown.out == markdown(content)
+    assert "| torch | model | " in shown.out
+    assert (tmp_path / "again" / "needles.png").read_bytes() == (plots / "needles.png").read_bytes()
+    assert content["meta"]["weights"] == weights_digest(folder)
     assert len(content["half_lives"]) == 3
     assert all(len(head["tokens"]) == 128 for head in content["half_lives"])
 

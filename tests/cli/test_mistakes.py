@@ -60,6 +60,7 @@ MISTAKES = {
     "operands that are none": (("verify", "--inputs", __file__), "rapidkda capture"),
     "operands and a regime": (("verify", "--inputs", __file__, "--regime", "slow"), "--regime"),
     "model that is not there": (("eval", "--model", "no/such"), "no/such"),
+    "a recorded run that is none": (("eval", "--recorded", __file__), __file__),
     "nothing to capture from": (("capture", "--model", ".", "--text", "no.txt", "--out", "x"), "no.txt"),
     "unknown architecture": (("compile", "--arch", "sm_10"), "sm_90a"),
 }

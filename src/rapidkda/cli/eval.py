@@ -21,11 +21,13 @@ from ..engine import MtpHead
 from ..engine.loading import HEAD_FILE, SHIPPED, TOKENIZER_FILES, load_model
 from ..evaluation import FULL, QUICK, Battery, Candidate, Judged, Models, Report, of_backend, reference, runnable
 from ..evaluation.candidates import Comparison
-from ..evaluation.report import as_json, draw, save
+from ..evaluation.markdown import markdown
+from ..evaluation.plots import draw
+from ..evaluation.result_file import as_json, load, save, weights_digest
 from ..evaluation.statistics import Estimate
 from ..problem import GateKind
 from ..serving import BackendWish
-from .console import UserError, console, device_option, load_flashkda, needs, writable
+from .console import UserError, console, device_option, load_flashkda, needs, readable, writable
 
 Compared = Literal["operator", "model", "both"]
 
@@ -48,6 +50,9 @@ def evaluate(
     quick: Annotated[bool, typer.Option("--quick", help="A reduced battery, a minute on a CPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Result file to write (JSON).")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option(help="Run nothing: print this result file as Markdown, and draw it with --plots.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:N]. Default: the GPU if there is one.")] = None,
     flashkda: Annotated[
         Path | None, typer.Option(help="FlashKDA's library file (vllm/_flashkda_C.abi3.so); default: vllm's.")
@@ -61,10 +66,13 @@ def evaluate(
 
     **Example:** `rapidkda eval --quick --backend torch`
     """
-    place = device_option(device)
-    target = None if out is None else writable(out, "--out")
     if plots is not None:
         needs("matplotlib", "eval")
+    if recorded is not None:
+        _show(recorded, plots)
+        return
+    place = device_option(device)
+    target = None if out is None else writable(out, "--out")
     needs("transformers", "transformers")
     quiet: Any = importlib.import_module("transformers").logging
     quiet.set_verbosity_error()  # it warns at every start that its own kernels are missing
@@ -80,7 +88,7 @@ def evaluate(
     found = Battery(models, QUICK if quick else FULL).run(
         _candidates(backend, comparison, Device.of(place), gate), lambda line: typer.echo(line, err=True)
     )
-    meta = {**dataclasses.asdict(collect_meta(place)), "model": model.name}
+    meta = {**dataclasses.asdict(collect_meta(place)), "model": model.name, "weights": weights_digest(model)}
     for table in (_task_table(found), _drift_table(found), _needle_table(found), _generation_table(found)):
         show.print(table)
     _explain(show, found)
@@ -88,13 +96,27 @@ def evaluate(
     if target is not None:
         save(target, content)
         typer.echo(f"wrote {target}", err=True)
-    if plots is not None:
-        for path in draw(content, plots):
-            typer.echo(f"wrote {path}", err=True)
+    _draw(content, plots)
     for line in _misses(found):
         typer.echo(f"rapidkda: {line}", err=True)
     if not found.within:
         raise typer.Exit(1)
+
+
+def _show(recorded: Path, plots: Path | None) -> None:
+    """A result file as Markdown and plots."""
+    try:
+        content = load(readable(recorded, "--recorded"))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    typer.echo(markdown(content), nl=False)
+    _draw(content, plots)
+
+
+def _draw(content: dict[str, Any], plots: Path | None) -> None:
+    if plots is not None:
+        for path in draw(content, plots):
+            typer.echo(f"wrote {path}", err=True)
 
 
 def loaded_models(folder: Path, device: torch.device) -> Models:

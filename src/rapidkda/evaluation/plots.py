@@ -1,46 +1,14 @@
-"""The battery's result as a JSON file, and plots of such a file."""
+"""Plots of a result file of the battery. Needs matplotlib."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .battery import Report
-from .logprobs import EDGES
-
 DEPTHS = 6  # rows of the needle map
-
-
-def as_json(report: Report, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values: `meta`, then the report, with the verdict of each candidate; what is not finite becomes null."""
-    content = dataclasses.asdict(report)
-    for one, judged in zip(content["judged"], report.judged):
-        one["within"] = judged.within
-        for verdict, found in zip(one["verdicts"], judged.verdicts):
-            verdict["within"] = found.within
-    plain: dict[str, Any] = _finite({"meta": dict(meta), "histogram_edges": list(EDGES), **content})
-    return plain
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the file, whole or not at all."""
-    temporary = path.with_suffix(path.suffix + ".part")
-    temporary.write_text(json.dumps(content, separators=(",", ":")).replace('},{"', '},\n{"') + "\n")
-    temporary.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
