@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
@@ -12,11 +14,17 @@ _FALSE = {"", "0", "false", "no", "off"}
 def _read(name: str) -> str | None:
     """`os.environ.get`, which takes a microsecond for a variable that is not set: it raises and catches twice."""
     try:
-        if os.environ.encodekey(name) not in os.environ._data:  # type: ignore[attr-defined]
+        if _encoded(name) not in os.environ._data:  # type: ignore[attr-defined]
             return None
     except AttributeError:  # another implementation of Python, or a plain mapping in its place
         pass
     return os.environ.get(name)
+
+
+@functools.cache
+def _encoded(name: str) -> Any:
+    """The form in which the environment keeps a name."""
+    return os.environ.encodekey(name)
 
 
 def flag(name: str, default: bool = False) -> bool:

@@ -31,16 +31,15 @@ class Terms:
     beta_scale: float
     l2norm: bool
     scale: float
+    ready: bool  # the gate's parameters are dense float32 in their flat shapes
 
     def tokens(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
     ) -> Tokens:
         """Checked tensors as the token-axis inputs of a call."""
-        heads, key_dim = g.shape[1:]
-        if A_log is not None:
-            A_log = _dense(A_log, (heads,))
-        if dt_bias is not None:
-            dt_bias = _dense(dt_bias, (heads, key_dim))
+        if not self.ready:
+            A_log = A_log if A_log is None else A_log.reshape(g.shape[1:2]).float().contiguous()
+            dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(g.shape[1:]).float().contiguous()
         return Tokens(
             q,
             k,
@@ -108,6 +107,7 @@ def terms(
         beta_scale=2.0 if allow_neg_eigval else 1.0,
         l2norm=checks.boolean("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
         scale=key_dim**-0.5 if scale is None else checks.finite("scale", scale),
+        ready=_is_dense(A_log, (value_heads,)) and _is_dense(dt_bias, (value_heads, key_dim)),
     )
 
 
@@ -148,11 +148,10 @@ def _parameter(name: str, value: Tensor, device: torch.device) -> None:
     checks.dtype(name, value, checks.FLOATS)
 
 
-def _dense(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A parameter of the gate in dense float32: itself if it is that already."""
-    if value.dtype is torch.float32 and value.shape == shape and value.is_contiguous():
-        return value
-    return value.reshape(shape).float().contiguous()
+def _is_dense(parameter: Tensor | None, shape: tuple[int, ...]) -> bool:
+    if parameter is None:
+        return True
+    return parameter.dtype is torch.float32 and parameter.shape == shape and parameter.is_contiguous()
 
 
 def segment_table(segments: object, tokens: int, device: torch.device, max_length: int | None = None) -> Segments:
@@ -317,10 +316,8 @@ def output(value: Tensor, shape: tuple[int, ...], meaning: str, like: Tensor, in
 
 def apart(out: Tensor, inputs: Inputs) -> None:
     """Check that an output is none of the inputs. What no metadata says, so known kinds of calls pass here too."""
-    address = out.data_ptr()
-    for x in inputs:
-        if x is not None and x.data_ptr() == address and out.numel():
-            raise ValueError("out must not be one of the inputs, got a tensor that starts at the same address")
+    if out.data_ptr() in [x.data_ptr() for x in inputs if x is not None] and out.numel():
+        raise ValueError("out must not be one of the inputs, got a tensor that starts at the same address")
 
 
 def new_output(like: Tensor, covered: bool) -> Tensor:

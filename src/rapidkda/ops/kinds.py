@@ -6,6 +6,10 @@ values, and the same backend is asked for. Each operator looks its call up once,
 through all the checks. What no kind can hold is checked every time: addresses (`bind.apart`, `bind.aligned`). A debug
 run (`RAPIDKDA_CHECK`) knows no kinds, since it checks values.
 
+Reading the metadata of a dozen tensors in Python takes longer than the rest of a call's checks. So a kind is looked for
+twice: first by everything but its tensors, whose metadata torch compares in one call (the guard of its compiler), then
+by a key that holds the metadata.
+
 Nothing here ever decides that a call is good: a kind is kept by the call that passed every check, and a call that
 cannot be described (an argument of a wrong type, say) is sent through the checks, which tell what is wrong with it.
 """
@@ -13,6 +17,7 @@ cannot be described (an argument of a wrong type, say) is sent through the check
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -28,10 +33,12 @@ from .bind import Terms
 from .choose import BackendLike
 
 LIMIT = 1024  # kinds that are kept; the oldest goes first
+_MOST_GUARDS = 8
 
 Key = tuple[Any, ...]
 
 _known: dict[Key, Kind] = {}
+_latest: dict[Key, Kind] = {}  # by the key without the metadata of tensors
 _lock = threading.Lock()
 _PLAIN = (bool, int, float, str, NoneType)  # what has no parts that could change
 _TABLES = (Segments, Checkpoints, NoneType)
@@ -47,12 +54,16 @@ class Kind:
         terms: of the token-axis inputs; None for operators without them.
         covered: the segments are known to cover all tokens.
         memo: see `rapidkda.problem`.
+        guard: whether tensors have the metadata of this kind's; None if torch cannot say.
+        guards: how many guards have been made: one that refuses what the key accepts was made in another mode of torch.
     """
 
     backend: Backend
     terms: Terms | None = None
     covered: bool = False
     memo: Memo = field(default_factory=dict)
+    guard: Callable[..., bool] | None = None
+    guards: int = 0
 
     def tokens(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
@@ -72,7 +83,7 @@ def find(
     tensors: tuple[Tensor | None, ...],
     plain: tuple[Any, ...],
 ) -> tuple[Key | None, Kind | None]:
-    """The key of a call's kind, None if it has none, and the kind, None if it is new.
+    """The kind of a call, None if it is new, and the key to keep a new one by, None if it cannot be kept.
 
     Args:
         variable: the environment variable that names the backend where `backend` is None.
@@ -82,27 +93,40 @@ def find(
     if env.check_device_values() or not isinstance(segments, _TABLES) or not isinstance(checkpoints, _TABLES):
         return None, None
     try:
-        key = (
+        frame = (
             op,
             None if segments is None else segments.kind,
             None if checkpoints is None else checkpoints.kind,
-            tuple([None if x is None else (x.shape, _stride(x), x.dtype, x.device) for x in tensors]),
             plain,
-            tuple(map(type, plain)),
+            tuple(map(type, (*tensors, *plain))),
             env.backend_name(variable) if backend is None else None,
             backend.name if isinstance(backend, Choice) else backend,
         )
-        return key, _known.get(key)
+        given = [x for x in tensors if x is not None]
+        kind = _latest.get(frame)
+        if kind is not None and kind.guard is not None and kind.guard(*given):
+            return None, kind
+        # A process has one kind of accelerator, so its ordinal says all of a device; -1 is the CPU or no real device.
+        key = (
+            frame,
+            tuple(
+                [(x.shape, _stride(x), x.dtype, place if (place := x.get_device()) >= 0 else x.device) for x in given]
+            ),
+        )
+        kind = _known.get(key)
     except (AttributeError, TypeError, RuntimeError):
         return None, None
+    if kind is not None:
+        _prefer(frame, kind, given)
+    return key, kind
 
 
 def keep(key: Key | None, kind: Kind) -> Kind:
     """Keep a kind whose call has passed every check; returns it. 0.0 and -0.0 are one key, so they are not kept."""
     if key is None:
         return kind
-    *_, plain, types, _, name = key
-    if all(t in _PLAIN for t in (*types, type(name))) and not any(type(x) is float and x == 0.0 for x in plain):
+    plain, name = key[0][3], key[0][-1]
+    if all(type(x) in _PLAIN for x in (*plain, name)) and not any(type(x) is float and x == 0.0 for x in plain):
         with _lock:
             while len(_known) >= LIMIT:
                 del _known[next(iter(_known))]
@@ -114,3 +138,39 @@ def forget() -> None:
     """Drop every kind: for tests that change what backends there are."""
     with _lock:
         _known.clear()
+        _latest.clear()
+
+
+def _prefer(frame: Key, kind: Kind, given: list[Tensor]) -> None:
+    """From now on this kind is the first to be looked at among those that differ in their tensors only."""
+    if kind.guards < _MOST_GUARDS:
+        kind.guards += 1
+        kind.guard = _guard(given)
+    with _lock:
+        while len(_latest) >= LIMIT:
+            del _latest[next(iter(_latest))]
+        _latest[frame] = kind
+
+
+def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """A function that says whether tensors have the types, shapes, strides, dtypes and devices of these."""
+    try:
+        from torch._C._dynamo import guards as dynamo
+
+        make: Any = dynamo.TensorGuards
+        guards = make(
+            *tensors,
+            dynamic_dims_sizes=[list(x.shape) for x in tensors],  # no dimension may change
+            dynamic_dims_strides=[list(x.stride()) for x in tensors],
+        )
+        check: Callable[..., bool] = guards.check
+        return check if check(*tensors) else None
+    except (
+        ImportError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        SystemError,
+    ):  # private to torch, so it may change
+        return None
