@@ -28,8 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(place / "checkpoint", model, head)
     point = {"tokens": 2_000_000, "seconds": 30.0, "step": 40, "loss_text": 1.2345, "right_mtp_text": 0.4}
     point |= {"right_needles": 0.912, "right_arithmetic": 0.873, "right_copy": 1.0}
+    point |= {"mixture": {"text": 0.6, "needles": 0.2, "arithmetic": 0.1, "copy": 0.1}, "lengths": [512, 4096]}
+    point |= {"batch_tokens": 50_000, "corpus_bytes": 29_600_000}
     for name in ("one", "two"):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps({"event": e} | point) + "\n" for e in ("probe", "end")))
+        records = [json.dumps({"event": event} | point) for event in ("start", "probe", "end")]
+        (place / f"{name}.jsonl").write_text("\n".join(records))
     export(place / "checkpoint", [place / "one.jsonl", place / "two.jsonl"], place / "out", **TINY)
     return place / "out"
 
@@ -61,6 +64,7 @@ def test_weights_are_bfloat16_but_for_what_the_family_keeps(folder: Path) -> Non
 def test_the_card_tells_what_was_logged(folder: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "| 4 | 1.234 | 91.2 % | 87.3 % | 100.0 % | 40.0 % |" in card
+    assert "| 2 | 0.5 | 2 | 50,000 | 512, 4,096 | 29.6 | 60 | 20 | 10 | 10 |" in card
     assert "2 runs, 1.0 minutes" in card
     assert "4 M tokens in 80 steps" in card
     assert card.count("| MTP |") == TINY["linear_num_heads"]

@@ -29,6 +29,7 @@ def settings(corpus: Path, tmp_path: Path) -> Settings:
         workers=0,
         compiled=False,
         probe_seconds=0.0,
+        probe_length=128,
         device=torch.device("cpu"),
         dtype=torch.float32,
         most_steps=12,

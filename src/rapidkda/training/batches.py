@@ -23,7 +23,8 @@ from . import tasks
 from .model import END
 
 KINDS = ("text", "needles", "arithmetic", "copy")
-MIXTURE = (0.45, 0.30, 0.15, 0.10)  # share of tokens of each kind
+Mixture = tuple[float, float, float, float]  # share of tokens of each kind
+MIXTURE: Mixture = (0.45, 0.30, 0.15, 0.10)
 # loss weight of a kind's tokens: those of answers, and all others
 WEIGHTS = {"text": (1.0, 1.0), "needles": (8.0, 0.5), "arithmetic": (3.0, 0.5), "copy": (1.0, 0.1)}
 STEP = 16  # weights are stored in sixteenths, as bytes
@@ -41,7 +42,7 @@ class Document:
     weights: np.ndarray
 
 
-def row(seeds: Iterator[int], corpus: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+def row(seeds: Iterator[int], corpus: str, length: int, mixture: Mixture = MIXTURE) -> tuple[np.ndarray, np.ndarray]:
     """One packed row: tokens and weights, both uint8 [length].
 
     A row is either needle samples that fill it or a mixture of the other kinds, so that a needle sample may be as long
@@ -50,13 +51,13 @@ def row(seeds: Iterator[int], corpus: str, length: int) -> tuple[np.ndarray, np.
     rng = random.Random(next(seeds))
     documents: list[Document] = []
     full = 0
-    if rng.random() < MIXTURE[KINDS.index("needles")]:
+    if rng.random() < mixture[KINDS.index("needles")]:
         pieces = rng.choice((1, 1, 2, 4)) if length >= 1024 else 1
         for _ in range(pieces):
             documents.append(_needles(next(seeds), rng, corpus, length // pieces - 1))
             full += len(documents[-1].tokens) + 1
     while full < length:
-        documents.append(_other(next(seeds), rng, corpus, length))
+        documents.append(_other(next(seeds), rng, corpus, length, mixture))
         full += len(documents[-1].tokens) + 1
     end = np.array([END], np.uint8), np.array([STEP], np.uint8)
     tokens = itertools.chain.from_iterable((one.tokens, end[0]) for one in documents)
@@ -69,13 +70,13 @@ def _needles(seed: int, rng: random.Random, corpus: str, length: int) -> Documen
     return _document(tasks.needles(seed, "train", length=length, count=count, filler=corpus))
 
 
-def _other(seed: int, rng: random.Random, corpus: str, length: int) -> Document:
+def _other(seed: int, rng: random.Random, corpus: str, length: int, mixture: Mixture) -> Document:
     """Text, arithmetic or a copy; the sizes of each make the choice give the mixture's shares of tokens."""
     copied = rng.randint(48, min(LONGEST_COPY, length))
     written = rng.randint(256, min(LONGEST_TEXT, max(length, 512)))
     mean = {"text": (256 + min(LONGEST_TEXT, max(length, 512))) / 2, "arithmetic": 900.0}
     mean["copy"] = (48 + min(LONGEST_COPY, length)) / 2
-    shares = dict(zip(KINDS, MIXTURE))
+    shares = dict(zip(KINDS, mixture))
     kind = rng.choices(tuple(mean), [shares[kind] / mean[kind] for kind in mean])[0]
     if kind == "arithmetic":
         return _problems(seed, rng)
@@ -105,19 +106,31 @@ def _document(sample: tasks.Sample) -> Document:
 
 
 class Batches:
-    """An endless stream of batches [tokens of a batch // length, length] as two int64 / float32 tensors.
+    """An endless stream of batches: tokens and weights, uint8 [tokens of a batch // length, length], for `unpack`.
 
     Args:
         corpus: file of the training text.
         tokens: of a batch.
         length: of a row; may be set anew at any time, batches that wait keep theirs.
         seed: of this run; another run takes another seed.
+        mixture: share of tokens of each of `KINDS`.
         workers: processes; 0 makes the batches in this one.
     """
 
-    def __init__(self, corpus: Path, *, tokens: int, length: int, seed: int, workers: int, pin: bool = False):
+    def __init__(
+        self,
+        corpus: Path,
+        *,
+        tokens: int,
+        length: int,
+        seed: int,
+        mixture: Mixture = MIXTURE,
+        workers: int,
+        pin: bool = False,
+    ):
         self._length: Any = multiprocessing.Value("l", length)
-        stream = _Stream(corpus.read_bytes().decode("latin-1").replace("\0", "\n"), tokens, self._length, seed)
+        text = corpus.read_bytes().decode("latin-1").replace("\0", "\n")
+        stream = _Stream(text, tokens, self._length, seed, mixture)
         self._loader = DataLoader(
             stream, batch_size=None, num_workers=workers, pin_memory=pin, prefetch_factor=8 if workers else None
         )
@@ -136,15 +149,16 @@ class Batches:
 
 
 class _Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    def __init__(self, corpus: str, tokens: int, length: Any, seed: int):
+    def __init__(self, corpus: str, tokens: int, length: Any, seed: int, mixture: Mixture):
         self._corpus, self._tokens, self._length, self._seed = corpus, tokens, length, seed
+        self._mixture = mixture
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
         seeds = itertools.count((self._seed * 1024 + (worker.id if worker is not None else 0)) * SEEDS)
         while True:
             length = int(self._length.value)
-            rows = [row(seeds, self._corpus, length) for _ in range(self._tokens // length)]
+            rows = [row(seeds, self._corpus, length, self._mixture) for _ in range(self._tokens // length)]
             tokens, weights = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows))
             yield tokens, weights
 

@@ -28,6 +28,8 @@ BLOCKS = frozenset(
     ("p", "div", "li", "dt", "dd", "h1", "h2", "h3", "h4", "h5", "h6", "tr", "table", "ul", "ol", "dl", "section", "br")
 )
 SILENT = frozenset(("script", "style", "head", "nav", "footer", "pre"))
+WHOLE_BOOK = "print.html"  # repeats the other pages of its book
+RUST_BOOKS = ("book", "edition-guide", "nomicon", "reference", "rust-by-example", "rustc")
 QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2026\u00a0", "''\"\"--. ")
 
 Extract = Callable[[Path], Iterator[str]]
@@ -125,10 +127,10 @@ def _letters(line: str) -> float:
     return sum(c.isalpha() or c == " " for c in line) / len(line)
 
 
-def _pages(pattern: str) -> Extract:
+def _pages(*patterns: str) -> Extract:
     def extract(folder: Path) -> Iterator[str]:
-        for path in sorted(folder.glob(pattern)):
-            if path.is_file() and not path.is_symlink():
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+            if path.is_file() and not path.is_symlink() and path.name != WHOLE_BOOK:
                 yield _prose(path.read_text("utf-8", errors="ignore"))
 
     return extract
@@ -222,5 +224,40 @@ SOURCES = (
         "a7b3d1131c1c63dbf9999b28e75f9a133d30f70492b419936bd51759ac77a01f",
         "Apache License 2.0",
         _pages("usr/share/doc/apache2-doc/manual/en/**/*.html"),
+    ),
+    Source(
+        "Django 3.2 documentation",
+        f"{SECURITY}p/python-django/python-django-doc_3.2.25-0+deb12u7_all.deb",
+        "87307f067916df72e17180d35b7cde5c7ea6080336cda518efd7f6e66988a7ca",
+        "BSD 3-Clause",
+        _pages("usr/share/doc/python-django-doc/html/**/*.html"),
+    ),
+    Source(
+        "SQLAlchemy 1.4 documentation",
+        f"{MAIN}s/sqlalchemy/python-sqlalchemy-doc_1.4.46+ds1-1_all.deb",
+        "8805c3167ef75278ac6fd58ed9856321c2b2e3a7e441edba84b2eb955216d0fd",
+        "MIT",
+        _pages("usr/share/doc/python-sqlalchemy-doc/html/**/*.html"),
+    ),
+    Source(
+        "The Rust books, 1.63",
+        f"{MAIN}r/rustc/rust-doc_1.63.0+dfsg1-2_all.deb",
+        "96ef96fe6df87d939ca713bd7df3d15c2b778ccb892eca025c4ee504146f697b",
+        "MIT or Apache License 2.0",
+        _pages(*(f"usr/share/doc/rust-doc/html/{book}/**/*.html" for book in RUST_BOOKS)),
+    ),
+    Source(
+        "LLVM 14 documentation",
+        f"{MAIN}l/llvm-toolchain-14/llvm-14-doc_14.0.6-12_all.deb",
+        "d83d576ccf39dd9c698f983677f5569284cb4d55f084dd135859a73d31910b1a",
+        "Apache License 2.0 with LLVM exceptions",
+        _pages("usr/share/doc/llvm-14-doc/html/*.html"),
+    ),
+    Source(
+        "Node.js 18 documentation",
+        f"{SECURITY}n/nodejs/nodejs-doc_18.20.4+dfsg-1~deb12u3_all.deb",
+        "d2fbd4f3aecccea9d901a03842ef8380379e0d33010a48af5e797ed68ae874ce",
+        "MIT",
+        _pages("usr/share/doc/nodejs/api/*.html"),
     ),
 )

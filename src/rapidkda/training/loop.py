@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from . import probe
-from .batches import Batches, unpack
+from .batches import KINDS, MIXTURE, Batches, Mixture, unpack
 from .checkpoint import load_checkpoint, save_checkpoint
 from .forward import TrainingForward
 from .kda import kda_from, working_kda
 from .model import MtpHead, build, text_config
 from .optimizer import Optimizer
 
-MTP_WEIGHT = 0.2  # of the MTP head's loss
+MTP_WEIGHTS = (
+    0.2,
+    0.1,
+    0.1,
+)  # of the MTP head's losses at the first guess, and at those that go on from its own output
 WARM_UP = 60  # steps
 LOG_EVERY = 25  # steps
 LARGEST_NORM = 1.0  # gradients are scaled down to it
@@ -44,6 +48,7 @@ class Settings:
         minutes: wall time, from the call on, checkpoint included.
         resume: folder of a checkpoint to start from.
         stages: lengths of rows over time; the last one's `until` is 1.
+        mixture: share of tokens of each of `batches.KINDS`.
         batch_tokens: of a step.
         rates: factors of the learning rates at the start and at the end; between them they stay at the start's value
             for `constant` of the time, then fall linearly.
@@ -53,6 +58,7 @@ class Settings:
         compiled: through torch.compile.
         kda: where gradients of KDA come from (see `kda.SOURCES`); None tries them in order.
         probe_seconds: between measurements on held-out samples, each followed by a checkpoint.
+        probe_length: tokens of a row of held-out samples.
         device: where to train.
         dtype: of matrix products.
         most_steps: for tests.
@@ -64,6 +70,7 @@ class Settings:
     minutes: float
     resume: Path | None = None
     stages: Sequence[Stage] = (Stage(512, 0.3), Stage(4096, 1.0))
+    mixture: Mixture = MIXTURE
     batch_tokens: int = 65_536
     rates: tuple[float, float] = (1.0, 0.05)
     constant: float = 0.6
@@ -72,6 +79,7 @@ class Settings:
     compiled: bool = True
     kda: str | None = None
     probe_seconds: float = 30.0
+    probe_length: int = 4096
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     dtype: torch.dtype = torch.bfloat16
     most_steps: int | None = None
@@ -89,6 +97,7 @@ def train(settings: Settings) -> dict[str, float]:
         tokens=settings.batch_tokens,
         length=settings.stages[0].length,
         seed=settings.seed,
+        mixture=settings.mixture,
         workers=settings.workers,
         pin=device.type == "cuda",
     )
@@ -105,18 +114,27 @@ def train(settings: Settings) -> dict[str, float]:
     forward = TrainingForward(model, head, kda, dtype=settings.dtype, compiled=settings.compiled)
     optimizer = Optimizer(trained(model, head))
     parameters = [parameter for _, parameter in trained(model, head)]
-    held_out = probe.build(settings.batch_tokens, settings.stages[-1].length, device)
+    held_out = probe.build(settings.batch_tokens, settings.probe_length, device)
     step, tokens, found = 0, 0, {}
     measured = time.monotonic()
     with (settings.out / "log.jsonl").open("a") as log:
-        _write(log, event="start", kda=name, seconds=measured - started, parameters=sum(p.numel() for p in parameters))
+        _write(
+            log,
+            event="start",
+            seconds=measured - started,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            kda=name,
+            corpus_bytes=settings.corpus.stat().st_size,
+            mixture=dict(zip(KINDS, settings.mixture)),
+            lengths=[stage.length for stage in settings.stages],
+            batch_tokens=settings.batch_tokens,
+            rates=settings.rates,
+        )
         while True:
             elapsed = (time.monotonic() - started) / seconds
             if elapsed >= 1 or (settings.most_steps is not None and step >= settings.most_steps):
                 break
-            batches.length = next(
-                (one.length for one in settings.stages if elapsed < one.until), held_out.tokens.shape[1]
-            )
+            batches.length = next(one.length for one in settings.stages if elapsed < one.until)
             rate = rate_factor(settings, elapsed) * min(1.0, (step + 1) / WARM_UP)
             losses = train_step(forward, optimizer, parameters, *unpack(*next(stream), device), rate)
             step, tokens = step + 1, tokens + settings.batch_tokens
@@ -156,16 +174,22 @@ def train_step(
     weights: Tensor,
     rate: float,
 ) -> tuple[Tensor, Tensor]:
-    """One step on [B, T] tokens with their loss weights; the weighted mean losses of the model and the MTP head."""
-    hidden = forward.hidden(tokens)
-    following = tokens.roll(-1, 1)
-    loss = _mean(forward.losses(hidden, following.reshape(-1))[0], weights, 1)
-    ahead = forward.ahead(hidden, following)
-    mtp = _mean(forward.losses(ahead, tokens.roll(-2, 1).reshape(-1))[0], weights, 2)
-    (loss + MTP_WEIGHT * mtp).backward()
+    """One step on [B, T] tokens with their loss weights; the weighted mean losses of the model and of the MTP head.
+
+    The latter is that of the head's first guess. For later ones the head reads its own output in the place of the
+    model's hidden states, as it does when it drafts.
+    """
+    state = forward.hidden(tokens)
+    loss = _mean(forward.losses(state, tokens.roll(-1, 1).reshape(-1))[0], weights, 1)
+    total, guesses = loss, []
+    for depth, weight in enumerate(MTP_WEIGHTS, 1):
+        state = forward.ahead(state, tokens.roll(-depth, 1))
+        guesses.append(_mean(forward.losses(state, tokens.roll(-depth - 1, 1).reshape(-1))[0], weights, depth + 1))
+        total = total + weight * guesses[-1]
+    total.backward()
     nn.utils.clip_grad_norm_(parameters, LARGEST_NORM)
     optimizer.step(rate)
-    return loss.detach(), mtp.detach()
+    return loss.detach(), guesses[0].detach()
 
 
 def trained(model: Any, head: MtpHead) -> list[tuple[str, nn.Parameter]]:
