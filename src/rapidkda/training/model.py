@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 VOCABULARY = 256  # a token is a byte
 END = 0  # the token between documents; also padding
@@ -102,15 +102,6 @@ class MtpHead(nn.Module):
         self.post_attention_layernorm = family.Glm5NextTextRMSNorm(size, text.rms_norm_eps)
         self.mlp = family.Glm5NextTextMLP(text)
         self.norm = family.Glm5NextTextRMSNorm(size, text.rms_norm_eps)
-
-
-def half_lives(A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
-    """Tokens in which each channel's state halves when the gate's input is zero: [H, head_dim].
-
-    The gate is lower_bound * sigmoid(exp(A_log) * (input + dt_bias)), the logarithm of what a token keeps.
-    """
-    bias = dt_bias.float().view(A_log.numel(), -1)
-    return math.log(2) / (-lower_bound * torch.sigmoid(A_log.float().exp()[:, None] * bias))
 
 
 def _initialise(module: nn.Module) -> None:
