@@ -71,6 +71,7 @@ def engine(settings: Settings, chunk: int) -> Any:
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=int(settings.cache_gib * 2**30),
+        gpu_memory_utilization=0.3,  # three engines share the GPU
         max_logprobs=CANDIDATES,
         disable_log_stats=False,
         seed=0,
@@ -290,21 +291,24 @@ def record(settings: Settings, count: int, rounds: int, control: bool, out: Path
     def keep() -> None:
         out.write_text(json.dumps(found, indent=1))
 
+    answers: dict[str, list[dict[str, Any]]] = {}
     longest = settings.max_length - settings.max_tokens
     lengths = spread(count, 100, min(8000, longest))
     with servers(settings, control) as started:
+        found["meta"] = machine()
         for side, server in started.items():
             found["engines"][side] = {"chunk": server.chunk, **server.answer()}
-        found["meta"] = machine()
         keep()
         if not found["engines"]["on"]["plans"] or found["engines"]["off"]["plans"]:
             raise RuntimeError(f"rapidkda must serve the engine 'on' and no other, got {found['engines']}")
         texts = prompts(lengths, seed=1)
-        answers = {side: server.ask("compare", texts, settings.max_tokens) for side, server in started.items()}
         found["lengths"] = lengths
-        found["tokens"] = {side: compare(answers["off"], answers[side]) for side in started if side != "off"}
+        for side, server in started.items():
+            answers[side] = server.ask("compare", texts, settings.max_tokens)
+            if side != "off":
+                found["tokens"][side] = compare(answers["off"], answers[side])
+            keep()
         found["distinct_tokens"] = len({token for answer in answers["off"] for token in answer["tokens"]})
-        keep()
         sides = ("off", "on")
         for length in [length for length in SINGLE_LENGTHS if length <= longest]:
             runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}

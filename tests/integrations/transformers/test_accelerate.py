@@ -389,23 +389,82 @@ def test_a_forward_of_nothing_but_padding(model: Any) -> None:
         assert error(torch.cat([first, second], dim=1).detach(), want.detach()) < BAR
 
 
-def test_compiled_block_steps_around_the_layer(model: Any) -> None:
-    """torch.compile leaves the graph at a KDA layer and resumes after it."""
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_block_keeps_the_layer_in_its_graph(model: Any, compiler: None) -> None:
+    """A whole decoder layer, without a break: one shot, several tokens on a filled cache, single tokens."""
     block = next(m for m in model.modules() if kda_layer(model) in m.children())
     streams = (model.config.get_text_config().hc_mult,) if model.config.model_type == "glm5_next" else ()
     hidden = torch.randn(1, 20, *streams, SIZES["hidden_size"])
 
     def output(function: Any) -> Tensor:
         cache = transformers.DynamicCache(config=model.config)
-        parts = [function(hidden[:, a:b], past_key_values=cache) for a, b in ((0, 12), (12, 19), (19, 20))]
+        parts = [function(hidden[:, a:b], past_key_values=cache) for a, b in ((0, 12), (12, 18), (18, 19), (19, 20))]
         return torch.cat([part[0] if isinstance(part, tuple) else part for part in parts], dim=1)
 
     with torch.no_grad():
         want = output(block)
         accelerate(model)
-        compiled = torch.compile(block, backend="eager")
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
         assert error(output(compiled), want) < BAR
-    torch._dynamo.reset()
+
+
+def test_compiled_model_equals_itself_uncompiled(built: dict[str, Any], compiler: None) -> None:
+    """A left-padded batch: prefill, a chunk on the filled cache, single tokens; logits and caches."""
+    model = built["kimi_linear"]
+    ids = tokens(2, 44)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    sizes = [32, 10, 1, 1]
+    accelerate(model)
+    try:
+        want, want_cache = in_chunks(model, ids, sizes, mask)
+        got, got_cache = in_chunks(torch.compile(model, backend="aot_eager"), ids, sizes, mask)
+    finally:
+        restore(model)
+    assert error(got[mask.bool()], want[mask.bool()]) < BAR
+    assert cache_error(got_cache, want_cache) < BAR
+
+
+@pytest.mark.parametrize("cached", [None, 0, 40], ids=["no cache", "empty cache", "filled cache"])
+def test_no_graph_break_beyond_those_of_the_untouched_model(
+    built: dict[str, Any], cached: int | None, compiler: None
+) -> None:
+    """Kimi-Linear has none; GLM breaks at its sparse attention and its experts, which are not rapidkda's."""
+    model = built["kimi_linear"]
+    accelerate(model)
+    try:
+        with torch.no_grad():
+            cache = None if cached is None else transformers.DynamicCache(config=model.config)
+            if cached:
+                model(tokens(2, cached), past_key_values=cache)
+            ids = tokens(2, 1 if cached else 40)
+            found = torch._dynamo.explain(model)(ids, past_key_values=cache, use_cache=cache is not None)
+    finally:
+        restore(model)
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+
+
+def test_compiled_training_steps_around_the_layer(model: Any, compiler: None) -> None:
+    block = next(m for m in model.modules() if kda_layer(model) in m.children())
+    streams = (model.config.get_text_config().hc_mult,) if model.config.model_type == "glm5_next" else ()
+    hidden = torch.randn(1, 20, *streams, SIZES["hidden_size"])
+
+    def gradient(function: Any) -> Tensor:
+        x = hidden.clone().requires_grad_()
+        out = function(x)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    want = gradient(block)
+    accelerate(model)
+    assert error(gradient(torch.compile(block, backend="aot_eager")), want) < 1e-3
 
 
 def test_restore_is_exact(model: Any) -> None:
@@ -550,6 +609,53 @@ def test_offloading_hooks_still_fire(family: str, hooks_first: bool) -> None:
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def device_map(model: Any, devices: list[str | int]) -> dict[str, str | int]:
+    """Decoder layers on the devices in turn, everything else on the first."""
+    layers = next(
+        m for m in model.modules() if isinstance(m, nn.ModuleList) and kda_layer(model) in list(m[0].children())
+    )
+    names = {module: name for name, module in model.named_modules()}
+    found = {names[block]: devices[i % len(devices)] for i, block in enumerate(layers)}
+    for name, _ in model.named_parameters():
+        if not name.startswith(f"{names[layers]}."):
+            found[name.rsplit(".", 1)[0]] = devices[0]
+    return found
+
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param(["cpu", "cpu"], id="cpu"),
+        pytest.param([0, "cpu"], id="gpu and cpu", marks=pytest.mark.gpu),
+        pytest.param([0, 1], id="two gpus", marks=[pytest.mark.gpu, TWO_GPUS]),
+    ],
+)
+@pytest.mark.parametrize("accelerate_first", [False, True])
+def test_device_map_splits(family: str, devices: list[str | int], accelerate_first: bool) -> None:
+    """Layers on several devices, or loaded from the CPU when their turn comes, give what one device gives."""
+    hooks = pytest.importorskip("accelerate", reason="the accelerate library splits models")
+    model = BUILDERS[family]()
+    ids = tokens(2, 21)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want, want_tokens = run(model, ids)[0], model.generate(ids, **options)
+    if accelerate_first:
+        accelerate(model)
+    hooks.dispatch_model(model, device_map(model, devices), main_device=devices[0], force_hooks=True)
+    if not accelerate_first:
+        accelerate(model)
+    ids = ids.to(devices[0])
+    assert error(in_chunks(model, ids, [17, 3, 1])[0].cpu(), want) < BAR
+    options["attention_mask"] = mask.to(devices[0])
+    assert torch.equal(model.generate(ids, **options).cpu(), want_tokens)
+    assert restore(model) == 3
+    assert error(run(model, ids)[0].cpu(), want) < BAR
 
 
 def test_a_replaced_forward_comes_back(model: Any) -> None:

@@ -1,8 +1,9 @@
 """One KDA layer of a transformers model, computed by rapidkda.
 
 `KdaLayer.forward` stands in for the `forward` of one module. It calls the module's own projections (they may be
-quantised or carry adapters), reads and writes the model's own cache in its own layout, and runs the convolution, KDA
-and the output norm through `rapidkda.ops`.
+quantised or carry adapters), and reads and writes the model's own cache in its own layout. Convolution, KDA and the
+output norm run through `rapidkda.ops`: packed and in place in `core`, as one operator of a compiled graph in
+`compiled`, or out of place for training, here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from . import compiled
+from .core import Parameters, infer, windowed_conv
 from .rows import TokenRows, token_rows
 
 
@@ -33,7 +36,6 @@ class KdaLayer:
         self.decode_backend = decode_backend
         self.previous = previous
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         hidden_states: Tensor,
@@ -49,76 +51,101 @@ class KdaLayer:
         all of its layers. Only the boundaries of packed sequences concern this one: `cu_seqlens`, or `cu_seq_lens_q`
         as transformers' collators call it.
         """
-        module = self.module
         cache_params = cache if cache_params is None else cache_params
         cu_seqlens = kwargs.get("cu_seqlens")
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if (
+            torch.compiler.is_compiling()
+            and cu_seqlens is None
+            and not self._trains(hidden_states)
+            and not self._hooked
+        ):
+            return self._compiled(hidden_states, cache_params, attention_mask)
+        out: Tensor = self._eager(hidden_states, cache_params, attention_mask, cu_seqlens)
+        return out
+
+    def _trains(self, hidden_states: Tensor) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        return hidden_states.requires_grad or any(parameter.requires_grad for parameter in self.module.parameters())
+
+    @property
+    def _hooked(self) -> bool:
+        """Whether parameters that are read directly wait for offloading hooks."""
+        module = self.module
+        return any(hasattr(part, "_hf_hook") for part in (module.conv1d, module.forget_gate, module.o_norm))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _eager(
+        self, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """On the packed tokens of the batch; projections see no padding."""
+        module = self.module
         if cu_seqlens is not None and cache_params is not None:
             raise ValueError("cu_seqlens must be None with a cache: pass use_cache=False, or a padded batch")
         rows = token_rows(hidden_states, attention_mask, cu_seqlens)
         layer_cache = _LayerCache(cache_params, module.layer_idx)
         with _weights_loaded(module.conv1d, module.forget_gate, module.o_norm):
-            x = rows.pack(hidden_states)  # [n, D]
-            qkv = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], dim=-1)  # [n, 3 * H * K]
-            forget = module.forget_gate.f_b_proj(module.forget_gate.f_a_proj(x)).unflatten(-1, (-1, module.head_dim))
-            beta = module.b_proj(x)  # [n, H]
-            z = module.g_b_proj(module.g_a_proj(x)).unflatten(-1, (-1, module.head_dim))  # [n, H, K]
-            trains = torch.is_grad_enabled() and (
-                x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
-            )
-            run = self._differentiable if trains else self._inference
-            y = run(rows, layer_cache, qkv, forget, beta, z)  # [n, H, K]
+            inputs = self._project(rows.pack(hidden_states))
+            if self._trains(inputs[0]):
+                y = self._differentiable(rows, layer_cache, *inputs)
+            else:
+                parameters = Parameters.of(module, self.prefill_backend, self.decode_backend)
+                y = infer(parameters, rows, layer_cache, *inputs)
             return rows.unpack(module.o_proj(y.flatten(1)))
 
-    def _inference(
-        self, rows: TokenRows, cache: _LayerCache, qkv: Tensor, forget: Tensor, beta: Tensor, z: Tensor
-    ) -> Tensor:
-        """In place on the cache's states, on the fastest backends."""
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [..., D] to q | k | v [..., 3 * H * K], gate logits [..., H, K], beta logits [..., H], z [..., H, K]."""
         module = self.module
-        if cache.filled and rows.segments.max_length <= 1:
-            conv = _windowed_conv(module.conv1d, rows, cache, qkv)  # one token: cheaper than to set up a kernel
-        else:
-            weight = module.conv1d.weight.squeeze(1)  # [C, W]
-            history = cache.history(weight.shape[1] - 1)
-            conv = ops.causal_conv(
-                qkv,
-                weight,
-                module.conv1d.bias,
-                segments=rows.segments,
-                state=None if history is None else history.contiguous(),  # a copy: the cache's window is wider
-                slots=None if history is None else rows.slots,
-                activation=module.activation,
-                backend=self.decode_backend,
-            )
-        q, k, v = (part.unflatten(-1, (-1, module.head_dim)) for part in conv.chunk(3, dim=-1))
-        options = {**_gate(module), "segments": rows.segments, "state_v_first": False}
+        qkv = torch.cat([module.q_proj(x), module.k_proj(x), module.v_proj(x)], dim=-1)
+        forget = module.forget_gate.f_b_proj(module.forget_gate.f_a_proj(x)).unflatten(-1, (-1, module.head_dim))
+        z = module.g_b_proj(module.g_a_proj(x)).unflatten(-1, (-1, module.head_dim))
+        return qkv, forget, module.b_proj(x), z
+
+    def _compiled(self, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None) -> Tensor:
+        """The same on the whole batch, as the compiler's graph sees it: one operator between the projections."""
+        module = self.module
+        qkv, forget, beta, z = self._project(hidden_states)
+        cache = _LayerCache(cache_params, module.layer_idx)
+        width = module.conv1d.weight.shape[-1]
         state = cache.recurrent_state()
-        if not cache.exists:
-            y = ops.prefill(q, k, v, forget, beta, backend=self.prefill_backend, **options)
-        elif state is None:
-            shape = (rows.batch, q.shape[1], q.shape[2], v.shape[2])
-            state = torch.zeros(shape, dtype=torch.float32, device=q.device)
-            y = ops.prefill(
-                q, k, v, forget, beta, state=state, slots=rows.slots, backend=self.prefill_backend, **options
-            )
-            cache.store_recurrent(state)
-        else:
-            one_token = rows.segments.max_length <= 1
-            op, backend = (ops.decode, self.decode_backend) if one_token else (ops.prefill, self.prefill_backend)
-            y = op(q, k, v, forget, beta, state=state, slots=rows.slots, backend=backend, **options)
-        cache.store_inputs(rows, qkv, module.conv1d.weight.shape[-1])
-        norm = module.o_norm
-        return ops.gated_rms_norm(
-            y, z, norm.weight, norm.variance_epsilon, activation=norm.activation, backend=self.decode_backend
+        if cache.exists and state is None:
+            state = forget.new_zeros(forget.shape[0], *forget.shape[2:], forget.shape[-1], dtype=torch.float32)
+        parameters = Parameters.of(module, self.prefill_backend, self.decode_backend)
+        y, window = compiled.layer(
+            qkv,
+            forget,
+            beta,
+            z,
+            parameters.conv,
+            parameters.conv_bias,
+            parameters.A_log,
+            parameters.dt_bias,
+            parameters.norm,
+            attention_mask,
+            cache.history(width),
+            state,
+            parameters.activation,
+            parameters.lower_bound,
+            parameters.epsilon,
+            parameters.norm_activation,
+            parameters.prefill_backend,
+            parameters.decode_backend,
         )
+        if cache.exists:
+            if state is not None and not cache.filled:
+                cache.store_recurrent(state)
+            cache_params.update_conv_state(window, module.layer_idx, conv_kernel_size=width)
+        out: Tensor = module.o_proj(y.flatten(2))
+        return out
 
     def _differentiable(
         self, rows: TokenRows, cache: _LayerCache, qkv: Tensor, forget: Tensor, beta: Tensor, z: Tensor
     ) -> Tensor:
         """Out of place, so that autograd can follow."""
         module = self.module
-        conv = _windowed_conv(module.conv1d, rows, cache, qkv)
+        conv = windowed_conv(module.conv1d.weight.squeeze(1), module.conv1d.bias, rows, cache, qkv)
         q, k, v = (part.unflatten(-1, (-1, module.head_dim))[None] for part in conv.chunk(3, dim=-1))
         y, final, *_ = ops.chunk_kda(
             q,
@@ -134,7 +161,7 @@ class KdaLayer:
             cu_seqlens=rows.cu_seqlens,
             cu_seqlens_cpu=rows.cu_seqlens_cpu,
             backend=self.prefill_backend,
-            **_gate(module),
+            **Parameters.of(module, self.prefill_backend, self.decode_backend).gate,
         )
         if final is not None:
             cache.store_recurrent(final)
@@ -181,26 +208,6 @@ class _LayerCache:
         if self.cache is not None:
             newest = rows.newest(qkv, self.history(width), width)
             self.cache.update_conv_state(newest, self.layer_idx, conv_kernel_size=width)
-
-
-def _windowed_conv(conv1d: Any, rows: TokenRows, cache: _LayerCache, x: Tensor) -> Tensor:
-    """The causal convolution of x [n, C] with SiLU, out of place, by each token's window of inputs."""
-    weight = conv1d.weight.squeeze(1)  # [C, W]
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    windows = rows.windows(x, cache.history(weight.shape[1] - 1), weight.shape[1])  # [n, C, W]
-    y = (windows.to(weight.dtype) * weight).sum(-1)
-    if conv1d.bias is not None:
-        y = y + conv1d.bias
-    return nn.functional.silu(y).to(x.dtype)
-
-
-def _gate(module: Any) -> dict[str, Any]:
-    forget_gate = module.forget_gate
-    return {
-        "A_log": forget_gate.A_log,
-        "dt_bias": forget_gate.dt_bias,
-        "lower_bound": getattr(forget_gate, "safe_gate_lower_bound", None),
-    }
 
 
 @contextmanager
