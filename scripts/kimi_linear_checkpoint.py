@@ -74,6 +74,7 @@ def configuration(sizes: Sizes) -> dict[str, object]:
         "v_head_dim": sizes.head_dim,
         "mla_use_nope": True,
         "num_experts": None,
+        "first_k_dense_replace": sizes.layers,
         "max_position_embeddings": 131072,
         "model_max_length": 131072,
         "tie_word_embeddings": False,
