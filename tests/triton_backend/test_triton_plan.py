@@ -36,7 +36,7 @@ def test_a_workspace_serves_every_smaller_call(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("lens", "heads"), [([16384], 16), ([2048], 4), ([9000, 17, 0, 4000], 8), ([5] * 40, 64)])
 def test_the_call_fits_the_planned_workspace(lens: list[int], heads: int) -> None:
     chosen = cut(lens, heads)
-    record = plan.record_bytes(128, 128, False)
+    record = plan.record_bytes(128, False)
     tiles = plan.max_tiles(sum(lens), len(lens))
     used = plan.Layout.of(tiles, chosen.parts, len(lens), heads, 128, 128, record)
     assert used.total <= plan.workspace_bytes(Sizes(sum(lens), len(lens), heads, heads))

@@ -32,6 +32,7 @@ class Config:
     value_block: int  # value rows of a scan program
     slice: int  # channels that the preparation takes at a time
     prepare_warps: int
+    prepare_registers: int | None  # most of a thread: fewer let more programs run side by side
     scan_warps: int
     stages: int
     precision: str  # of float32 products
@@ -41,6 +42,7 @@ class Config:
 class Machine:
     """What the choice depends on."""
 
+    vendor: str
     shared: int  # bytes a program can have
     units: int  # multiprocessors or compute units
     precision: str
@@ -49,8 +51,8 @@ class Machine:
     def of(device: Device, units: int) -> Machine:
         if device.vendor == "nvidia":
             shared = _SHARED.get(device.capability or (0, 0), _LEAST_NVIDIA)
-            return Machine(shared, units, "tf32x3")
-        return Machine(_SHARED.get(device.arch or "", _LEAST_AMD), units, "ieee")
+            return Machine(device.vendor, shared, units, "tf32x3")
+        return Machine(device.vendor, _SHARED.get(device.arch or "", _LEAST_AMD), units, "ieee")
 
 
 @functools.cache
@@ -64,14 +66,16 @@ def machine(device: torch.device) -> Machine:
 def choose(where: Machine, key_dim: int, value_dim: int, precise: bool) -> Config:
     """The configuration of a call: as deep a pipeline of tiles, up to three, as shared memory holds."""
     block = 32 if precise and key_dim > 128 else 64  # float32 states are operands in shared memory
-    tile = (4 if precise else 2) * CHUNK * (key_matrices(precise) * key_dim + block + CHUNK)
+    tile = (4 if precise else 2) * CHUNK * (key_matrices(precise) * key_dim + block + 4 * CHUNK)
     stages = 3
     while stages > 1 and stages * tile + _SCRATCH > where.shared:
         stages -= 1
+    large = precise or key_dim > 128
     return Config(
         value_block=block,
-        slice=64,
-        prepare_warps=4 if precise or key_dim > 128 or value_dim > 128 else 1,
+        slice=64 if large else 32,
+        prepare_warps=4 if large else 1,
+        prepare_registers=None if large or where.vendor != "nvidia" else 128,
         scan_warps=4,
         stages=stages,
         precision=where.precision,

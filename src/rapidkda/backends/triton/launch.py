@@ -48,10 +48,12 @@ class Launcher:
         constants: tuple[Any, ...],
         num_warps: int,
         views: tuple[torch.dtype | None, ...] = (),
+        registers: int | None = None,
     ) -> Launch:
         """Everything but the tensors. `views` are the dtypes that the data tensors, flat bytes, are read as; None, or
-        past its end, is a tensor's own."""
-        return Launch(self, device, grid, sizes, strides, constants, num_warps, views)
+        past its end, is a tensor's own. `registers` bounds those of a thread, on NVIDIA GPUs."""
+        options = {"num_warps": num_warps} | ({} if registers is None else {"maxnreg": registers})
+        return Launch(self, device, grid, sizes, strides, constants, options, views)
 
 
 class Launch:
@@ -65,7 +67,7 @@ class Launch:
         sizes: tuple[int | float, ...],
         strides: tuple[int, ...],
         constants: tuple[Any, ...],
-        num_warps: int,
+        options: dict[str, int],
         views: tuple[torch.dtype | None, ...],
     ):
         self._launcher = launcher
@@ -73,8 +75,8 @@ class Launch:
         self._index = device.index if is_gpu(device) else -1
         self._grid = grid
         self._rest = (*sizes, *strides, *constants)
-        self._key = (device.index, num_warps, strides, constants)
-        self._num_warps = num_warps
+        self._key = (device.index, tuple(options.items()), strides, constants)
+        self._options = options
         self._views = views
         self._found: dict[Any, Any] = {}  # compiled kernels by alignment
 
@@ -126,9 +128,9 @@ class Launch:
         arguments = (*data, *tables, *self._rest)
         kernel = self._launcher.kernel
         if compile_only:
-            compiled = kernel.warmup(*arguments, grid=self._grid, num_warps=self._num_warps)
+            compiled = kernel.warmup(*arguments, grid=self._grid, **self._options)
         else:
-            compiled = kernel[self._grid](*arguments, num_warps=self._num_warps)
+            compiled = kernel[self._grid](*arguments, **self._options)
         if self._index < 0 or env.flag("TRITON_INTERPRET"):
             return False  # nothing to find again: interpreted, or compiled for a target that is not here
         self._found[aligned] = known[key] = compiled
@@ -147,9 +149,11 @@ def _hook(hook: Any) -> Any:
     return hook if getattr(hook, "calls", True) else None
 
 
-def inputs(tokens: Tokens) -> tuple[Tensor | None, ...]:
-    """q, k, v, g, beta, A_log, dt_bias."""
-    return (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta, tokens.gate.A_log, tokens.gate.dt_bias)
+def inputs(tokens: Tokens, values: bool = True) -> tuple[Tensor | None, ...]:
+    """q, k, v (if `values`), g, beta, A_log, dt_bias."""
+    gate = tokens.gate
+    v = (tokens.v,) if values else ()
+    return (tokens.q, tokens.k, *v, tokens.g, tokens.beta, gate.A_log, gate.dt_bias)
 
 
 def scalars(tokens: Tokens) -> tuple[float, float, float]:
@@ -158,12 +162,12 @@ def scalars(tokens: Tokens) -> tuple[float, float, float]:
     return tokens.scale, tokens.beta_scale, 0.0 if bound is None else bound
 
 
-def strides(tokens: Tokens) -> tuple[int, ...]:
-    """Token and head strides of q, k, v, g and beta, in elements."""
+def strides(tokens: Tokens, values: bool = True) -> tuple[int, ...]:
+    """Token and head strides of q, k, v (if `values`), g and beta, in elements."""
     return (
         *tokens.q.stride()[:2],
         *tokens.k.stride()[:2],
-        *tokens.v.stride()[:2],
+        *(tokens.v.stride()[:2] if values else ()),
         *tokens.g.stride()[:2],
         *tokens.beta.stride(),
     )

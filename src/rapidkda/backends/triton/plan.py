@@ -3,10 +3,10 @@
 A segment is cut into tiles of C = 16 tokens. A tile and a value head have one record, written by the preparation and
 read by the scan:
 
-    wk [C, K] | qd [C, K] | kr [C, K] | kr's low part [C, K] | uv [C, V] | aq [C, C] |
-    decay [K] | u_scale [C] | q_scale [C]
+    kd [C, K] | qd [C, K] | kr [C, K] | kr's low part [C, K] | T [C, C] | T's low part [C, C] | aq [C, C] |
+    decay [K] | n [C] | q_scale [C]
 
-(the matrices in half precision, the vectors in float32; for float32 inputs all in float32, without a low part). Where
+(the matrices in half precision, the vectors in float32; for float32 inputs all in float32, without low parts). Where
 few sequences run, each is also cut into parts of several tiles whose states are linked exactly (`compose`).
 """
 
@@ -37,9 +37,9 @@ def key_matrices(precise: bool) -> int:
     return 3 if precise else 4
 
 
-def record_bytes(key_dim: int, value_dim: int, precise: bool) -> int:
+def record_bytes(key_dim: int, precise: bool) -> int:
     """Size of one record, a multiple of ALIGNMENT."""
-    matrices = CHUNK * (key_matrices(precise) * key_dim + value_dim + CHUNK)
+    matrices = CHUNK * (key_matrices(precise) * key_dim + (2 if precise else 3) * CHUNK)
     return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * CHUNK))
 
 
@@ -73,7 +73,7 @@ class Layout:
 
 def workspace_bytes(sizes: Sizes) -> int:
     """Scratch of any prefill within `sizes`, however it is cut."""
-    record = record_bytes(sizes.key_dim, sizes.value_dim, sizes.dtype == torch.float32)
+    record = record_bytes(sizes.key_dim, sizes.dtype == torch.float32)
     tiles = max_tiles(sizes.tokens, sizes.segments)
     parts = max_parts(tiles, sizes.value_heads)
     layout = Layout.of(tiles, parts, sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record)

@@ -49,7 +49,7 @@ class Prepared:
         self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
         self.cut = plan.cut(segments, tokens.count, heads, self.blocks, where.units)
         tiles = plan.max_tiles(tokens.count, segments.count)
-        record = plan.record_bytes(key_dim, value_dim, precise)
+        record = plan.record_bytes(key_dim, precise)
         layout = plan.Layout.of(tiles, self.cut.parts, segments.count, heads, key_dim, value_dim, record)
         self.scratch_bytes = layout.total
         self.record_units = record // plan.ALIGNMENT
@@ -74,10 +74,11 @@ class Prepared:
                 heads // tokens.heads,
                 *launch.scalars(tokens),
             ),
-            launch.strides(tokens),
-            (*launch.constants(tokens), choice.slice, self.record_units, precise, choice.precision),
+            launch.strides(tokens, values=False),
+            (*launch.constants(tokens)[:-1], choice.slice, self.record_units, precise, choice.precision),
             num_warps=choice.prepare_warps,
-            views=(None,) * len(launch.inputs(tokens)) + VIEWS,
+            views=(None,) * len(launch.inputs(tokens, values=False)) + VIEWS,
+            registers=choice.prepare_registers,
         )
         parts = max(self.cut.parts, 1)
         self._whole = self._scan(call, WHOLE, self.blocks[0], segments.count)
@@ -99,7 +100,7 @@ class Prepared:
         workspace = _workspace(call, self.scratch_bytes)
         self._tiles((workspace,), (segments.first_token, segments.length))
         if tokens.count > 0:
-            self._prepare((*launch.inputs(tokens), *[workspace] * 4), ())
+            self._prepare((*launch.inputs(tokens, values=False), *[workspace] * 4), ())
         run, other = self._run_whole, self._run_parts
         if self.cut.parts:
             run, other = other, run
@@ -109,15 +110,21 @@ class Prepared:
     def _run_whole(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
         exported = _exported(call)
         return self._whole(
-            (*[workspace] * 4, call.out, call.initial, call.final, exported), _tables(call, exported), compile_only
+            (*[workspace] * 4, call.tokens.v, call.out, call.initial, call.final, exported),
+            _tables(call, exported),
+            compile_only,
         )
 
     def _run_parts(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
         exported = _exported(call)
-        self._transitions((*[workspace] * 4, call.out, call.initial, None, None), _tables(call, None), compile_only)
+        self._transitions(
+            (*[workspace] * 4, call.tokens.v, call.out, call.initial, None, None), _tables(call, None), compile_only
+        )
         self._compose((workspace, workspace), (), compile_only)
         return self._resume(
-            (*[workspace] * 4, call.out, call.initial, call.final, exported), _tables(call, exported), compile_only
+            (*[workspace] * 4, call.tokens.v, call.out, call.initial, call.final, exported),
+            _tables(call, exported),
+            compile_only,
         )
 
     def _scan(self, call: PrefillCall, passes: int, row_blocks: int, count: int) -> launch.Launch:
@@ -136,6 +143,7 @@ class Prepared:
                 call.pad_slot,
             ),
             (
+                *tokens.v.stride()[:2],
                 *call.out.stride()[:2],
                 segments.first_token.stride(0),
                 segments.length.stride(0),
@@ -164,6 +172,14 @@ class Prepared:
 def _exported(call: PrefillCall) -> Tensor | None:
     """The pool of the checkpoints, if there are any."""
     return call.checkpoint_pool if call.checkpoints is not None else None
+
+
+def _operands(
+    call: PrefillCall, workspace: Tensor, transitions: bool = False
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """Tensors of a scan, and its tables; the pass over transitions leaves no states."""
+    final, exported = (None, None) if transitions else (call.final, _exported(call))
+    return (*[workspace] * 4, call.tokens.v, call.out, call.initial, final, exported), _tables(call, exported)
 
 
 def _tables(call: PrefillCall, exported: Tensor | None) -> tuple[Tensor | None, ...]:

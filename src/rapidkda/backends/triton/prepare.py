@@ -1,18 +1,21 @@
-"""First half of a prefill: everything of a tile that does not depend on the state, for all tiles at once.
+"""First half of a prefill: everything of a tile that depends on neither states nor values, for all tiles at once.
 
 With G the log decays summed inside a tile (in base 2), b the write strengths and k' the keys scaled to unit size (n is
-the scale taken out, folded into b), the tile's update is
+the scale taken out), a tile needs
 
-    T  = (I + L)^-1      L_ij = b_i n_i^2 <k'_i 2^(G_i - G_j), k'_j>, j < i
-    wk = T diag(b n^2) k' 2^G      uv = T diag(b n) v      qd = q' 2^G      kr_j = k'_j 2^(G_C - G_j)
-    U  = uv - wk S      O = q_scale (qd S + aq U)      S <- 2^(G_C) S + kr^T U
+    kd = k' 2^G      qd = q' 2^G      kr_j = k'_j 2^(G_C - G_j)      aq_ij = <qd_i, k'_j 2^-G_j>, j <= i
+    L_ij = b_i n_i^2 <kd_i, k'_j 2^-G_j>, j < i      T = (I + L)^-1 diag(b n)
 
-(`scan`). 2^(G_i - G_j) is a factor of row i times one of key j, both counted from the tile's start; over 16 tokens the
-key's factor stays below 2^LIMIT for bounded gates. Rows of unbounded gates that decay further are redone pair by pair
-with factors of at most 1. No factor of a row depends on a later token: outputs are causal bit for bit.
+so that (`scan`)
 
-T comes from forward substitution in float32; products of powers of L would not survive nearly equal keys. Method: Kimi
-Linear (arXiv 2510.26692); WY form: Yang et al. (arXiv 2406.06484).
+    U = T (v - n kd S)      O = q_scale (qd S + aq U)      S <- 2^(G_C) S + kr^T U
+
+2^(G_i - G_j) is a factor of row i times one of key j, both counted from the tile's start; over 16 tokens the key's
+factor stays below 2^LIMIT for bounded gates. Rows of unbounded gates that decay further are redone pair by pair with
+factors of at most 1. No factor of a row depends on a later token: outputs are causal bit for bit.
+
+The inverse is forward substitution by blocks: a product of powers of all of L would not survive nearly equal keys.
+Method: Kimi Linear (arXiv 2510.26692).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -28,6 +31,7 @@ from .blocks import (
     add_dot,
     dot,
     dot_fp32,
+    exp2,
     gate_bias,
     high_low,
     log_decay,
@@ -65,26 +69,35 @@ def _product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _fine_product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b with about 16 bits of a, whose entries cancel, and b in bfloat16."""
+def _exact_product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ b of small matrices, with 16 bits of both where records are in half precision."""
     if PRECISE:
         return dot_fp32(a, b, PRECISION)
-    high, low = high_low(a)
-    b = narrow(b, tl.bfloat16)
-    return add_dot(dot(low, b), high, b)
+    a_high, a_low = high_low(a)
+    b_high, b_low = high_low(b)
+    return add_dot(add_dot(dot(a_low, b_high), a_high, b_low), a_high, b_high)
 
 
 @triton.jit
-def _invert(lower):
-    """(I + lower)^-1 of a strictly lower triangular [C, C] matrix, by forward substitution in float32."""
-    lane = tl.arange(0, C)
-    x = -lower
-    for i in range(1, C):
-        chosen = (lane == i)[:, None]
-        row = tl.sum(tl.where(chosen, x, 0.0), 0)
-        row = row + tl.sum(row[:, None] * x, 0)
-        x = tl.where(chosen, row[None, :], x)
-    return x + tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
+def _merge(x, lower, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverse of blocks twice the size: x inverts the diagonal blocks, `lower` is what lies below them."""
+    return x - _exact_product(x, _exact_product(lower, x, PRECISE, PRECISION), PRECISE, PRECISION)
+
+
+@triton.jit
+def _invert(lower, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower triangular [C, C] matrix, C = 16.
+
+    Blocks of 4 by (I - L)(I + L^2), whose terms stay small, then merged twice, which is forward substitution by blocks.
+    """
+    row = tl.arange(0, C)[:, None]
+    column = tl.arange(0, C)[None, :]
+    small = tl.where(row // 4 == column // 4, lower, 0.0)
+    square = _exact_product(small, small, PRECISE, PRECISION)
+    x = tl.where(row == column, 1.0, 0.0) - small + square - _exact_product(small, square, PRECISE, PRECISION)
+    same = row // 8 == column // 8
+    x = _merge(x, tl.where(same & (row // 4 != column // 4), lower, 0.0), PRECISE, PRECISION)
+    return _merge(x, tl.where(same, 0.0, lower), PRECISE, PRECISION)
 
 
 @triton.jit
@@ -97,7 +110,7 @@ def _redo_rows(keys, queries, kk, qk, total, slow, steep, lane, APART: tl.conste
                 since = _row(slow, lane, i)[None, :] - slow
                 if APART:
                     since += _row(steep, lane, i)[None, :] - steep
-                decayed = keys * tl.exp2(tl.minimum(since, 0.0))
+                decayed = keys * exp2(tl.minimum(since, 0.0))
                 here = (lane == i)[:, None]
                 kk = tl.where(here, tl.sum(decayed * _row(keys, lane, i)[None, :], 1)[None, :], kk)
                 qk = tl.where(here, tl.sum(decayed * _row(queries, lane, i)[None, :], 1)[None, :], qk)
@@ -112,10 +125,10 @@ def _as(x, pointer):
 
 @triton.jit(do_not_specialize=["tile_table", "tiles", "record_start", "heads", "group"])
 def prepare_kernel(
-    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp16, p_fp32,
+    p_q, p_k, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp16, p_fp32,
     tile_table, tiles, record_start, heads, group, scale, beta_scale, lower_bound,
-    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h,
-    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h,
+    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr,
     SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of one value head. Grid (tiles * HV); RECORD and record_start in units of 256 bytes.
@@ -123,8 +136,8 @@ def prepare_kernel(
     Channels are taken SLICE at a time, so that little is live at once. Rows past a segment's end act as b = 0, g = 0.
     """
     APART: tl.constexpr = PRECISE and GATE != BOUNDED
-    KEYS: tl.constexpr = 3 if PRECISE else 4
-    MATRICES: tl.constexpr = KEYS * C * K + C * V + C * C
+    PAIRS: tl.constexpr = (3 if PRECISE else 4) * C * K
+    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 3) * C * C
     tile = tl.program_id(0) // heads
     head = (tl.program_id(0) % heads).to(tl.int64)
     count = tl.load(p_table + tile_table + tiles + tile)
@@ -135,11 +148,11 @@ def prepare_kernel(
     if PRECISE:
         p_near = p_fp32 + record * 64
         p_fine = p_near
-        p_vectors = p_near + MATRICES
+        p_vectors = p_near + VECTORS
     else:
         p_near = p_bf16 + record * 128
         p_fine = p_fp16 + record * 128
-        p_vectors = p_fp32 + record * 64 + MATRICES // 2
+        p_vectors = p_fp32 + record * 64 + VECTORS // 2
     lane = tl.arange(0, C)
     valid = lane < count
     rows = valid[:, None]
@@ -149,48 +162,49 @@ def prepare_kernel(
     q_rows = token[:, None] * q_t + key_head * q_h
     inverse_key, key_size = _sizes(p_k, k_rows + tl.arange(0, K)[None, :], rows, L2NORM)
     inverse_query, query_size = _sizes(p_q, q_rows + tl.arange(0, K)[None, :], rows, L2NORM)
+    tl.store(p_vectors + K + lane, key_size)
     tl.store(p_vectors + K + C + lane, query_size * scale)
     b = tl.load(p_beta + token * b_t + head * b_h, mask=valid, other=0.0).to(tl.float32)
     b_value = tl.where(valid, write_strength(b, beta_scale, LOGITS), 0.0) * key_size
     b_key = b_value * key_size
     kk = tl.zeros([C, C], tl.float32)
     qk = tl.zeros([C, C], tl.float32)
-    started = ()
+    bound = tl.where(rows, lower_bound, 0.0)
     for part in tl.static_range(K // SLICE):
         channels = tl.arange(0, SLICE) + part * SLICE
         g = tl.load(p_g + token[:, None] * g_t + head * g_h + channels[None, :], mask=rows, other=0.0)
         k = tl.load(p_k + k_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
         q = tl.load(p_q + q_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
         bias = gate_bias(p_dt_bias, head, channels, K, SLICE)[None, :]
-        g = log_decay(g.to(tl.float32), bias, p_a_log, lower_bound, head, GATE, LOG2_E)
+        g = log_decay(g.to(tl.float32), bias, p_a_log, bound, head, GATE, LOG2_E)
         if GATE != BOUNDED:
             g = tl.where(g < -192.0, -192.0, g)  # 2^-192 is 0; deeper only loses digits of what follows
-        g = tl.where(rows, g, 0.0)
+            g = tl.where(rows, g, 0.0)
         if APART:  # steep decays, lest they take the digits of the slow ones around them
             steep = tl.where(g < -8.0, g, 0.0)
             slow = tl.cumsum(g - steep, 0)
             steep = tl.cumsum(steep, 0)
             total = slow + steep
             rest = (_row(slow, lane, C - 1)[None, :] - slow) + (_row(steep, lane, C - 1)[None, :] - steep)
-            decay = tl.exp2(_row(total, lane, C - 1))
+            decay = exp2(_row(total, lane, C - 1))
         else:
             total = tl.cumsum(g, 0)
             slow = total
             steep = total
             whole = tl.sum(g, 0)
             rest = whole[None, :] - total
-            decay = tl.exp2(whole)
-        near = tl.exp2(total)
+            decay = exp2(whole)
+        near = exp2(total)
         keys = k * inverse_key[:, None]
         queries = q * inverse_query[:, None]
         near_keys = keys * near
         near_queries = queries * near
         if GATE == BOUNDED:
-            past = keys * tl.exp2(-total)
+            past = keys * exp2(-total)
             end_keys = past * decay[None, :]
         else:
-            past = keys * tl.exp2(tl.minimum(-total, LIMIT))
-            end_keys = keys * tl.exp2(rest)
+            past = keys * exp2(tl.minimum(-total, LIMIT))
+            end_keys = keys * exp2(rest)
         past = tl.trans(past)
         part_kk = _product(near_keys, past, PRECISE, PRECISION)
         part_qk = _product(near_queries, past, PRECISE, PRECISION)
@@ -199,29 +213,23 @@ def prepare_kernel(
         kk += part_kk
         qk += part_qk
         offsets = lane[:, None] * K + channels[None, :]
+        tl.store(p_near + offsets, _as(near_keys, p_near))
         tl.store(p_near + C * K + offsets, _as(near_queries, p_near))
         high = _as(end_keys, p_fine)
         tl.store(p_fine + 2 * C * K + offsets, high)
         if not PRECISE:
             tl.store(p_fine + 3 * C * K + offsets, _as(end_keys - high.to(tl.float32), p_fine))
         tl.store(p_vectors + channels, decay)
-        started = started + (near_keys,)
 
+    pair = lane[:, None] * C + lane[None, :]
     aq = tl.where(lane[:, None] >= lane[None, :], qk, 0.0)
-    tl.store(p_fine + KEYS * C * K + C * V + lane[:, None] * C + lane[None, :], _as(aq, p_fine))
-    inverse = _invert(tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0))
-    from_keys = inverse * b_key[None, :]
-    for part in tl.static_range(K // SLICE):
-        wk = _fine_product(from_keys, started[part], PRECISE, PRECISION)
-        offsets = lane[:, None] * K + (tl.arange(0, SLICE) + part * SLICE)[None, :]
-        tl.store(p_near + offsets, _as(wk, p_near))
-    values = tl.arange(0, V)
-    v = tl.load(p_v + token[:, None] * v_t + head * v_h + values[None, :], mask=rows, other=0.0).to(tl.float32)
-    uv = _fine_product(inverse * b_value[None, :], v, PRECISE, PRECISION)
-    p_uv = p_fine + KEYS * C * K + lane[:, None] * V + values[None, :]
+    lower = tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0)
+    t = _invert(lower, PRECISE, PRECISION) * b_value[None, :]
     if PRECISE:
-        tl.store(p_uv, uv)
+        tl.store(p_near + PAIRS + pair, t)
+        tl.store(p_near + PAIRS + C * C + pair, aq)
     else:
-        size, inverse_size = power_of_two(tl.max(tl.abs(uv), 1), -100, 110)  # float16 has few exponents
-        tl.store(p_uv, narrow(uv * (inverse_size * 16384.0)[:, None], tl.float16))
-        tl.store(p_vectors + K + lane, size / 16384.0)
+        high, low = high_low(t)
+        tl.store(p_near + PAIRS + pair, high)
+        tl.store(p_near + PAIRS + C * C + pair, low)
+        tl.store(p_fine + PAIRS + 2 * C * C + pair, _as(aq, p_fine))

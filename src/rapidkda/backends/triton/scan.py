@@ -3,12 +3,13 @@
 A program owns VB value rows of one head of one segment (or part of a segment) and keeps their state S [VB, K] in
 float32 registers, V as the rows of every product:
 
-    U = uv - wk S        O = q_scale (qd S + aq U)        S <- decay S + U kr
+    U = (v - n (S kd)) T        O = q_scale (S qd + U aq)        S <- decay S + U kr
 
-The rounding of U adds up in the state, so it enters the products in float16: 11 bits, but few exponents. A power of two
-per row is therefore taken out of U and S together, and changed when U outgrows its range. kr comes in two float16
-parts: where nothing decays, the rounding of one alone would add up over thousands of tiles. uv comes in through a
-product with the identity, because only operands of products are fetched ahead.
+In half precision, what T multiplies and T itself enter as two bfloat16 parts each, since entries cancel where keys are
+nearly equal. The rounding of U adds up in the state, so it enters the products in float16: 11 bits, but few exponents.
+A power of two per row is therefore taken out of U and S together, and changed when U outgrows its range. kr comes in
+two float16 parts: where nothing decays, the rounding of one alone would add up over thousands of tiles. Operands that
+share a factor lie side by side in one product (kd and qd; both parts), so that the chain has few products to wait for.
 
 Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
 side by side: first each part's own contribution (rows of V, from a zero state) and its effect on the state it starts
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .blocks import add_dot, dot, dot_fp32, narrow, power_of_two, trips, usable
+from .blocks import add_dot, dot, dot_fp32, high_low, narrow, power_of_two, trips, usable
 from .tiles import tile_count
 
 WHOLE = tl.constexpr(0)
@@ -31,71 +32,89 @@ RESUME = tl.constexpr(2)
 
 
 @triton.jit
+def _side_by_side(a, b, R: tl.constexpr, C: tl.constexpr):
+    """[a | b] of two [R, C] operands of a product, in registers."""
+    return tl.reshape(tl.permute(tl.join(a, b), [0, 2, 1]), [R, 2 * C])
+
+
+@triton.jit
+def _halves(x, R: tl.constexpr, C: tl.constexpr):
+    """The two [R, C] halves of x [R, 2 C], in registers."""
+    return tl.split(tl.permute(tl.reshape(x, [R, 2, C]), [0, 2, 1]))
+
+
+@triton.jit
 def _advance(
-    state, p_bf16, p_fp16, p_fp32, p_out, records, begin, end, length, has_values, real, heads, o_t, rows,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
+    state, p_bf16, p_fp16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, rows,
+    K: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
     PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run tiles begin .. end - 1 of a segment; `records` is the segment's first record, p_out its first output."""
-    KEYS: tl.constexpr = 3 if PRECISE else 4
-    MATRICES: tl.constexpr = KEYS * C * K + C * V + C * C
+    """Run tiles begin .. end - 1 of a segment; `records` is its first record, p_v and p_out its first token's rows."""
+    PAIRS: tl.constexpr = (3 if PRECISE else 4) * C * K
+    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 3) * C * C
+    FROM_STATE: tl.constexpr = C if PASS == TRANSITIONS else 2 * C
     lanes = tl.arange(0, C)
+    twice = tl.arange(0, 2 * C)
     channels = tl.arange(0, K)
-    key_offset = lanes[None, :] * K + channels[:, None]  # [K, C]
-    value_offset = KEYS * C * K + lanes[None, :] * V + rows[:, None]  # [VB, C]
-    pair_offset = KEYS * C * K + C * V + lanes[None, :] * C + lanes[:, None]  # transposed
+    from_state_offset = tl.arange(0, FROM_STATE)[None, :] * K + channels[:, None]  # [K, FROM_STATE]
+    pair_offset = PAIRS + lanes[None, :] * C + lanes[:, None]  # transposed
     step = (records * 0 + heads) * RECORD  # 64-bit
     scale = tl.full([VB], 1.0, tl.float32)  # the state is kept times this power of two of each row, and
     unit = tl.full([VB], 1.0, tl.float32)  # this is its inverse
-    square = tl.arange(0, VB)
-    identity = tl.where(square[:, None] == square[None, :], 1.0, 0.0).to(tl.float16)
     for i in tl.range(trips(begin), trips(end), num_stages=STAGES):
         record = records + i * step
         if PRECISE:
             p_near = p_fp32 + record * 64
             p_fine = p_near
-            p_vectors = p_near + MATRICES
+            p_vectors = p_near + VECTORS
         else:
             p_near = p_bf16 + record * 128
             p_fine = p_fp16 + record * 128
-            p_vectors = p_fp32 + record * 64 + MATRICES // 2
-        wk = tl.load(p_near + key_offset)
-        if PASS == TRANSITIONS:
-            uv = tl.load(p_fine + value_offset, mask=has_values, other=0.0)
-        else:
-            uv = tl.load(p_fine + value_offset)
-        kr = tl.load(p_fine + 2 * C * K + lanes[:, None] * K + channels[None, :])
+            p_vectors = p_fp32 + record * 64 + VECTORS // 2
+        token = i * C + lanes
+        valid = (token < length)[None, :]
+        v = tl.load(
+            p_v + token.to(tl.int64)[None, :] * v_t + rows[:, None], mask=valid & has_values, other=0.0
+        ).to(tl.float32)  # fmt: skip
+        from_state = tl.load(p_near + from_state_offset)
         decay = tl.load(p_vectors + channels)
         if PRECISE:
-            u = uv - dot_fp32(state, wk, PRECISION)
+            known = dot_fp32(state, from_state, PRECISION)
         else:
-            near_state = narrow(state, tl.bfloat16)
-            u = dot(identity, uv) * tl.load(p_vectors + K + lanes)[None, :] * scale[:, None] - dot(near_state, wk)
+            known = dot(narrow(state, tl.bfloat16), from_state)
+        if PASS != TRANSITIONS:
+            known, out = _halves(known, VB, C)
+        known = known * tl.load(p_vectors + K + lanes)[None, :]
+        if PRECISE:
+            u = dot_fp32(v - known, tl.load(p_near + pair_offset), PRECISION)
+            fine = u
+        else:
+            high, low = high_low(v * scale[:, None] - known)
+            t_low = tl.load(p_near + C * C + pair_offset)
+            t_high = tl.load(p_near + PAIRS + lanes[None, :] * C + (twice % C)[:, None])  # once for each part
+            u = add_dot(dot(high, t_low), _side_by_side(high, low, VB, C), t_high)
             size, inverse = power_of_two(tl.max(tl.abs(u), 1), -60, 60)
             fits = (size >= 0.00390625) & (size <= 16384.0)  # wide, so that ordinary values never cross it
             new_scale, new_unit = power_of_two(tl.where(fits, scale, scale * inverse * 1024.0), -100, 60)
             change = new_scale * unit
             fine = narrow(u * change[:, None], tl.float16)
         if PASS != TRANSITIONS:
-            qd = tl.load(p_near + C * K + key_offset)
-            aq = tl.load(p_fine + pair_offset)
             if PRECISE:
-                out = dot_fp32(state, qd, PRECISION) + dot_fp32(u, aq, PRECISION)
+                out += dot_fp32(u, tl.load(p_near + C * C + pair_offset), PRECISION)
             else:
-                out = dot(near_state, qd) * unit[:, None] + dot(fine, aq) * new_unit[:, None]
+                out = out * unit[:, None] + dot(fine, tl.load(p_fine + 2 * C * C + pair_offset)) * new_unit[:, None]
             out = tl.where(real, out * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
-            token = i * C + lanes
             tl.store(
                 p_out + token.to(tl.int64)[None, :] * o_t + rows[:, None],
                 narrow(out, p_out.dtype.element_ty),
-                mask=(token < length)[None, :],
+                mask=valid,
             )
         if PRECISE:
+            kr = tl.load(p_near + 2 * C * K + lanes[:, None] * K + channels[None, :])
             state = state * decay[None, :] + dot_fp32(u, kr, PRECISION)
         else:
-            low_kr = tl.load(p_fine + 3 * C * K + lanes[:, None] * K + channels[None, :])
-            state = add_dot(state * decay[None, :] * change[:, None], fine, low_kr)
-            state = add_dot(state, fine, kr)
+            kr = tl.load(p_fine + 2 * C * K + twice[:, None] * K + channels[None, :])  # both parts
+            state = add_dot(state * decay[None, :] * change[:, None], _side_by_side(fine, fine, VB, C), kr)
             scale = new_scale
             unit = new_unit
     return state * unit[:, None]
@@ -117,11 +136,12 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
     do_not_specialize_on_alignment=launch.TABLES,
 )  # fmt: skip
 def scan_kernel(
-    p_table, p_bf16, p_fp16, p_fp32, p_out, p_initial, p_final, p_checkpoint,
+    p_table, p_bf16, p_fp16, p_fp32, p_v, p_out, p_initial, p_final, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_begin, p_offset, p_slot,
     segments, record_start, carry_start, transition_start, heads,
     initial_rows, final_rows, checkpoint_rows, pad_slot,
-    o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s, checkpoint_s,
+    v_t, v_h, o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s,
+    checkpoint_s,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr, V_FIRST: tl.constexpr,
     PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -191,6 +211,7 @@ def scan_kernel(
 
     records = record_start + (tl.load(p_table + n).to(tl.int64) * heads + head) * RECORD
     p_rows_out = p_out + first * o_t + head * o_h
+    p_rows_v = p_v + first * v_t + head * v_h
     if p_checkpoint is not None:
         at = tl.load(p_begin + n * begin_s)
         at_end = tl.load(p_begin + (n + 1) * begin_s)
@@ -203,8 +224,8 @@ def scan_kernel(
             if at < at_end:
                 stop = tl.minimum(end, (offset + C - 1) // C)
             state = _advance(
-                state, p_bf16, p_fp16, p_fp32, p_rows_out, records, begin, stop, length, has_values, real, heads, o_t,
-                rows, K, V, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+                state, p_bf16, p_fp16, p_fp32, p_rows_v, p_rows_out, records, begin, stop, length, has_values, real,
+                heads, v_t, o_t, rows, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
             )  # fmt: skip
             while (at < at_end) & (offset <= stop * C):
                 slot = tl.load(p_slot + at * slot_s).to(tl.int64)
@@ -219,8 +240,8 @@ def scan_kernel(
             begin = stop
     else:
         state = _advance(
-            state, p_bf16, p_fp16, p_fp32, p_rows_out, records, begin, end, length, has_values, real, heads, o_t,
-            rows, K, V, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+            state, p_bf16, p_fp16, p_fp32, p_rows_v, p_rows_out, records, begin, end, length, has_values, real, heads,
+            v_t, o_t, rows, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
         )  # fmt: skip
 
     if PASS == TRANSITIONS:
