@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .target import Target
-
 CheckFunction = Callable[..., None]
 
 
@@ -18,8 +16,14 @@ class Case:
     """One check with its parameters; `run(target)` raises AssertionError where the backend is wrong."""
 
     id: str
-    run: Callable[[Target], None]
+    run: functools.partial[None]
     slow_when_interpreted: bool
+
+    @property
+    def values(self) -> set[tuple[CheckFunction, str, str]]:
+        """The check, and every value that its parameters have."""
+        check = self.run.func
+        return {(check, "", "")} | {(check, name, _label(value)) for name, value in self.run.keywords.items()}
 
 
 CASES: dict[str, Case] = {}
@@ -40,6 +44,17 @@ def case(
         return check
 
     return register
+
+
+def every_value() -> list[str]:
+    """Ids of fewer cases: every check, and every value of each of its parameters, but not every combination."""
+    left = set().union(*(case.values for case in CASES.values() if not case.slow_when_interpreted))
+    chosen = []
+    while left:
+        best = max(CASES.values(), key=lambda case: 0 if case.slow_when_interpreted else len(case.values & left))
+        chosen.append(best.id)
+        left -= best.values
+    return [name for name in CASES if name in chosen]
 
 
 def matching(*prefixes: str) -> list[Case]:

@@ -1,7 +1,8 @@
 """The contract suite on the Triton backend without a GPU: its kernels run under Triton's interpreter, in shards.
 
 The interpreter must be chosen before the kernels are loaded, so every shard is a process of its own; as tests they are
-spread over pytest's workers. Cases of many tokens are left out, and others are cut short (`Target.tokens`).
+spread over pytest's workers. Cases of many tokens are left out, others are cut short (`Target.tokens`), and not every
+combination of parameters runs (`cases.every_value`).
 """
 
 from __future__ import annotations

@@ -61,6 +61,8 @@ def _advance(
     step = (records * 0 + heads) * RECORD  # 64-bit
     scale = tl.full([VB], 1.0, tl.float32)  # the state is kept times this power of two of each row, and
     unit = tl.full([VB], 1.0, tl.float32)  # this is its inverse
+    square = tl.arange(0, VB)
+    identity = tl.where(square[:, None] == square[None, :], 1.0, 0.0)
     for i in tl.range(trips(begin), trips(end), num_stages=STAGES):
         record = records + i * step
         if PRECISE:
@@ -73,14 +75,13 @@ def _advance(
             p_vectors = p_fp32 + record * 64 + VECTORS // 2
         token = i * C + lanes
         valid = (token < length)[None, :]
-        v = tl.load(
-            p_v + token.to(tl.int64)[None, :] * v_t + rows[:, None], mask=valid & has_values, other=0.0
-        ).to(tl.float32)  # fmt: skip
+        v = tl.load(p_v + token.to(tl.int64)[None, :] * v_t + rows[:, None], mask=valid & has_values, other=0.0)
         from_state = tl.load(p_near + from_state_offset)
         decay = tl.load(p_vectors + channels)
         if PRECISE:
             known = dot_fp32(state, from_state, PRECISION)
         else:
+            v = dot(identity.to(v.dtype), v)  # only operands of products are fetched well ahead
             known = dot(narrow(state, tl.bfloat16), from_state)
         if PASS != TRANSITIONS:
             known, out = _halves(known, VB, C)
