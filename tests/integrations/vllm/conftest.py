@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidkda.integrations.vllm import plugin, post_import, wrap
-from rapidkda.integrations.vllm.contract import Members, Text
+from rapidkda.integrations import post_import
+from rapidkda.integrations.contract import Members, Text
+from rapidkda.integrations.vllm import plugin, wrap
 from rapidkda.integrations.vllm.seams import SEAMS, Seam
 
 from .. import wheels

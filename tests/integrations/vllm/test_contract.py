@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidkda.integrations.vllm import plugin
-from rapidkda.integrations.vllm.contract import (
+from rapidkda.integrations.contract import (
     Accepts,
     Constant,
     Derives,
@@ -20,6 +19,7 @@ from rapidkda.integrations.vllm.contract import (
     Text,
     differences,
 )
+from rapidkda.integrations.vllm import plugin
 from rapidkda.integrations.vllm.seams import Seam
 
 

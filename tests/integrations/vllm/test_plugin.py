@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from rapidkda import BackendUnavailable, ConfigConflict
-from rapidkda.integrations.vllm import layers, plugin, post_import, wrap
+from rapidkda.integrations import post_import
+from rapidkda.integrations.contract import Sources, differences
+from rapidkda.integrations.vllm import layers, plugin, wrap
 from rapidkda.integrations.vllm import metadata as steps
-from rapidkda.integrations.vllm.contract import Sources, differences
 from rapidkda.integrations.vllm.seams import GDN, GLM, K3, K3_ROCM, KIMI, SEAMS
 
 from .conftest import FOLDERS, without_texts

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from rapidkda.integrations.contract import Sources
 from rapidkda.integrations.vllm import metadata as steps
-from rapidkda.integrations.vllm.contract import Sources
 from rapidkda.integrations.vllm.seams import BuilderSeam, Seam
 
 UTILS = "vllm.v1.attention.backends.utils"

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from .contract import Accepts, Constant, Derives, Fact, Imports, Members, Parameters, Text
+from ..contract import Accepts, Constant, Derives, Fact, Imports, Members, Parameters, Text
 
 GDN = "vllm.v1.attention.backends.gdn_attn"
 KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"

@@ -16,8 +16,8 @@ from typing import Any
 from ... import env
 from ...dispatch import CONFIG_KEY
 from ...errors import ConfigConflict
+from ..contract import Sources, differences
 from . import wrap
-from .contract import Sources, differences
 from .seams import SEAMS, Seam
 
 CONFIG_SOURCE = f'additional_config["{CONFIG_KEY}"]'

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..contract import Fact, Members, Text
 from . import facts
-from .contract import Fact, Members, Text
 from .facts import CHECKPOINT, CONV, GDN, GLM, GLM_0_30, K3, K3_METADATA, K3_ROCM, KDA_CHECKPOINT, KIMI
 
 Kind = Literal["kimi_separate", "kimi_packed", "glm"]

@@ -18,9 +18,9 @@ from typing import Any
 
 from ...dispatch import CONFIG_KEY
 from ...problem import CHECKPOINT_ALIGNMENT
+from ..post_import import after_import
 from . import layers
 from . import metadata as steps
-from .post_import import after_import
 from .seams import BuilderSeam, LayerSeam, RefusedLayer, Seam
 
 NAME = "rapidkda"

@@ -1,8 +1,8 @@
 """Run a function right after a module has been imported.
 
-vLLM loads its plugins in every process, before it knows the model; importing layer modules there would cost every
-user time and memory, and may initialise CUDA in a process that is about to fork. So layer classes are prepared when
-vLLM itself imports them.
+vLLM and SGLang load their plugins in every process, before they know the model; importing layer modules there would
+cost every user time and memory, and may initialise CUDA in a process that is about to fork. So their classes are
+prepared when they import them themselves.
 """
 
 from __future__ import annotations

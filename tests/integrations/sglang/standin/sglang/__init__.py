@@ -1,0 +1,1 @@
+"""Stands for SGLang: the names and signatures that the plugin meets."""
