@@ -94,6 +94,21 @@ def test_a_failing_backend_is_told_and_keeps_none_from_its_turn(
     assert [line.split()[-1] for line in done.out.splitlines() if " operator " in line][:2] == ["within", "FAILED"]
 
 
+@pytest.mark.usefixtures("tiny")
+def test_jobs_judge_as_one_process_does(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    found = []
+    for jobs in ("1", "2"):
+        out = tmp_path / f"{jobs}.json"
+        asked = ("--model", str(folder), "--quick", "--backend", "torch", "--device", "cpu", "--jobs", jobs)
+        cli("eval", *asked, "--out", str(out))
+        content = json.loads(out.read_text())
+        for one in content["judged"]:
+            del one["seconds"]
+        found.append(content)
+    assert found[0]["judged"] == found[1]["judged"]
+    assert found[0]["reference_outcomes"] == found[1]["reference_outcomes"]
+
+
 def test_capture_is_taken_by_verify_and_bench(cli: Cli, folder: Path, tmp_path: Path) -> None:
     text, out, rows = tmp_path / "text.txt", tmp_path / "few.safetensors", tmp_path / "rows.json"
     text.write_text("A little text of some hundred bytes. " * 9)

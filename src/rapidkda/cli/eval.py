@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,9 +21,10 @@ from ..device import Device
 from ..dispatch import REGISTRY
 from ..engine import MtpHead
 from ..engine.loading import HEAD_FILE, SHIPPED, TOKENIZER_FILES, load_model
-from ..evaluation import FULL, QUICK, Battery, Candidate, Judged, Models, Report, of_backend, reference, runnable
+from ..evaluation import FULL, QUICK, Battery, Candidate, Judged, Models, Report, Sizes, of_backend, reference, runnable
 from ..evaluation.candidates import Comparison
 from ..evaluation.markdown import markdown
+from ..evaluation.parallel import Workers
 from ..evaluation.plots import draw
 from ..evaluation.result_file import as_json, load, save, weights_digest
 from ..evaluation.statistics import Estimate
@@ -50,6 +53,7 @@ def evaluate(
     quick: Annotated[bool, typer.Option("--quick", help="A reduced battery, a minute on a CPU.")] = False,
     out: Annotated[Path | None, typer.Option(help="Result file to write (JSON).")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots (needs matplotlib).")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Backends that are judged at once, in processes of their own.")] = 1,
     recorded: Annotated[
         Path | None, typer.Option(help="Run nothing: print this result file as Markdown, and draw it with --plots.")
     ] = None,
@@ -74,29 +78,29 @@ def evaluate(
     place = device_option(device)
     target = None if out is None else writable(out, "--out")
     needs("transformers", "transformers")
-    quiet: Any = importlib.import_module("transformers").logging
-    quiet.set_verbosity_error()  # it warns at every start that its own kernels are missing
-    quiet.disable_progress_bar()
-    if flashkda is not None:
-        load_flashkda(flashkda)
     show = console()
+    make_battery = partial(_battery, model, place, QUICK if quick else FULL, flashkda)
     try:
-        models = loaded_models(model, place)
-        gate = _gate(models)
+        battery = make_battery()
+        makers = _candidates(backend, comparison, Device.of(place), _gate(battery.models))
+        meta = {**dataclasses.asdict(collect_meta(place)), "model": model.name, "weights": weights_digest(model)}
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
-    found = Battery(models, QUICK if quick else FULL).run(
-        _candidates(backend, comparison, Device.of(place), gate), lambda line: typer.echo(line, err=True)
-    )
-    meta = {**dataclasses.asdict(collect_meta(place)), "model": model.name, "weights": weights_digest(model)}
+    candidates = [make() for make in makers]
+
+    def keep(report: Report) -> None:
+        if target is not None:
+            save(target, as_json(report, meta))
+
+    with Workers(make_battery, jobs) if jobs > 1 else nullcontext() as workers:
+        judged = None if workers is None else workers.judge(candidates, makers)
+        found = battery.run(candidates, judged, tell=lambda line: typer.echo(line, err=True), keep=keep)
     for table in (_task_table(found), _drift_table(found), _needle_table(found), _generation_table(found)):
         show.print(table)
     _explain(show, found)
-    content = as_json(found, meta)
     if target is not None:
-        save(target, content)
         typer.echo(f"wrote {target}", err=True)
-    _draw(content, plots)
+    _draw(as_json(found, meta), plots)
     for line in _misses(found):
         typer.echo(f"rapidkda: {line}", err=True)
     if not found.within:
@@ -117,6 +121,16 @@ def _draw(content: dict[str, Any], plots: Path | None) -> None:
     if plots is not None:
         for path in draw(content, plots):
             typer.echo(f"wrote {path}", err=True)
+
+
+def _battery(folder: Path, device: torch.device, sizes: Sizes, flashkda: Path | None) -> Battery:
+    """A battery from plain values, in this process or another one."""
+    quiet: Any = importlib.import_module("transformers").logging
+    quiet.set_verbosity_error()  # it warns at every start that its own kernels are missing
+    quiet.disable_progress_bar()
+    if flashkda is not None:
+        load_flashkda(flashkda)
+    return Battery(loaded_models(folder, device), sizes)
 
 
 def loaded_models(folder: Path, device: torch.device) -> Models:
@@ -144,15 +158,16 @@ def _gate(models: Models) -> GateKind:
 
 def _candidates(
     names: Sequence[str] | None, comparison: Compared | None, device: Device, gate: GateKind
-) -> list[Candidate]:
+) -> list[Callable[[], Candidate]]:
+    """What makes each candidate, here or in another process."""
     for name in names or ():
         if name not in REGISTRY:
             raise UserError(f"--backend must be one of {', '.join(REGISTRY)}, got {name!r}")
     compared = comparison or ("both" if device.capability is not None else "operator")
     kinds: tuple[Comparison, ...] = ("operator", "model") if compared == "both" else (compared,)
     wanted = list(names or runnable(device, gate))
-    found = [reference()] if "torch" in wanted and "operator" in kinds else []
-    return found + [of_backend(name, kind, device, gate) for kind in kinds for name in wanted]
+    found: list[Callable[[], Candidate]] = [reference] if "torch" in wanted and "operator" in kinds else []
+    return found + [partial(of_backend, name, kind, device, gate) for kind in kinds for name in wanted]
 
 
 def _task_table(report: Report) -> Table:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from .scoring import Scored, Scorer
 from .statistics import Estimate, paired_difference, share
 from .tasks import TASKS, Exam, Question, Task
 
+REFERENCE_CHUNK = 4096  # tokens; attention over longer pieces takes much memory
 DTYPES = {"operator": torch.float32, "model": torch.bfloat16}
 
 
@@ -160,10 +162,38 @@ class Battery:
         }
         self._loaded: dict[torch.dtype, Any] = {}
 
-    def run(self, candidates: Sequence[Candidate], tell: Callable[[str], None] = lambda line: None) -> Report:
-        """Judge every candidate; one that fails does not keep the others from their turn."""
-        tell("reference: torch in float32, every text in one prefill")
-        report = Report(
+    def run(
+        self,
+        candidates: Sequence[Candidate],
+        judged: Iterable[Judged] | None = None,
+        *,
+        tell: Callable[[str], None] = lambda line: None,
+        keep: Callable[[Report], None] = lambda report: None,
+    ) -> Report:
+        """Judge every candidate; one that fails does not keep the others from their turn.
+
+        Args:
+            candidates: to judge.
+            judged: results of `judge` for each of them from elsewhere (`rapidkda.evaluation.parallel`).
+            tell: hears what is done next.
+            keep: is called with what there is after each result.
+        """
+        tell("reference: torch in float32")
+        report = self._report()
+        for found in judged or map(self.judge, candidates):
+            report.judged.append(found)
+            tell(f"{found.name}, {found.comparison}: judged in {found.seconds:.0f} s")
+            keep(report)
+        if self.models.head is not None and self.sizes.prompts:
+            for candidate, found in zip(candidates, report.judged):
+                if found.error is None:
+                    tell(f"{found.name}, {found.comparison}: speculation")
+                    self.speculate(candidate, found)
+                    keep(report)
+        return report
+
+    def _report(self) -> Report:
+        return Report(
             sizes=self.sizes,
             questions={task: list(exam.questions) for task, exam in self.exams.items()},
             reference={task: share(outcomes) for task, outcomes in self._outcomes.items()},
@@ -171,21 +201,29 @@ class Battery:
             half_lives=self._half_lives(),
             judged=[],
         )
-        for candidate in candidates:
-            tell(f"{candidate.name}, {candidate.comparison}")
-            report.judged.append(self.judge(candidate))
-        return report
 
     def judge(self, candidate: Candidate) -> Judged:
-        """One candidate. What it raises is its result."""
+        """Everything but speculation of one candidate. What it raises is its result."""
         found = Judged(candidate.name, candidate.comparison)
-        start = time.perf_counter()
-        try:
+        with _watched(found):
             self._judge(candidate, found)
-        except Exception as error:  # a backend under test may fail in any way, and the next one is to be judged too
-            found.error = f"{type(error).__name__}: {error}"
-        found.seconds = time.perf_counter() - start
         return found
+
+    def speculate(self, candidate: Candidate, found: Judged) -> None:
+        """Add speculation to a candidate's results. It is timed: nothing else should run."""
+        head, dtype = self.models.head, DTYPES[candidate.comparison]
+        if head is None:
+            raise ValueError("models must have a head to speculate with, got None")
+        with _watched(found), candidate.installed() as backends:
+            found.speculation = generation.speculation(
+                self._model(dtype),
+                head(dtype, backends),
+                backends,
+                self._prompts,
+                self.sizes.new_tokens,
+                chunk=self.sizes.chunk,
+                counts=self.drafts,
+            )
 
     def _judge(self, candidate: Candidate, found: Judged) -> None:
         dtype = DTYPES[candidate.comparison]
@@ -202,19 +240,8 @@ class Battery:
                 found.tasks[task] = TaskResult(share(outcomes), difference, _digits(outcomes))
             if candidate.comparison == "operator":
                 found.verdicts = self._verdicts(found)
-            if self.sizes.prompts == 0:
-                return
-            found.agreement = generation.agreement(self._continue(model, backends), self._continuations)
-            if self.models.head is not None:
-                found.speculation = generation.speculation(
-                    model,
-                    self.models.head(dtype, backends),
-                    backends,
-                    self._prompts,
-                    self.sizes.new_tokens,
-                    chunk=self.sizes.chunk,
-                    counts=self.drafts,
-                )
+            if self.sizes.prompts:
+                found.agreement = generation.agreement(self._continue(model, backends), self._continuations)
 
     def _verdicts(self, found: Judged) -> list[Verdict]:
         verdicts = [judge_share(task, one.difference) for task, one in found.tasks.items()]
@@ -239,9 +266,8 @@ class Battery:
 
     @cached_property
     def _reference_scorer(self) -> Scorer:
-        longest = max(max(self.sizes.needle_lengths), self.sizes.spans.total)
         model = self._model(torch.float32)
-        return Scorer(model, REFERENCE, chunk=longest, max_tokens=longest, max_passages=16)
+        return Scorer(model, REFERENCE, chunk=REFERENCE_CHUNK, max_tokens=REFERENCE_CHUNK, max_passages=16)
 
     @cached_property
     def _scored(self) -> list[Scored]:
@@ -258,6 +284,17 @@ class Battery:
     def _half_lives(self) -> list[HalfLives]:
         (text,) = generation.text_prompts(1, self.sizes.decay_tokens)
         return half_lives(record(self._model(torch.float32), load("torch"), text))
+
+
+@contextmanager
+def _watched(found: Judged) -> Iterator[None]:
+    """Take the time, and an exception as a result: a backend may fail in any way, and the next one has its turn."""
+    start = time.perf_counter()
+    try:
+        yield
+    except Exception as error:
+        found.error = f"{type(error).__name__}: {error}"
+    found.seconds += time.perf_counter() - start
 
 
 def _digits(outcomes: Sequence[bool]) -> str:
