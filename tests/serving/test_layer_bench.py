@@ -31,6 +31,13 @@ def test_rows_of_a_pure_and_a_mixed_step(regime: str) -> None:
         assert row.err_out <= layer.OUT_BARS[torch.float32]
 
 
+def test_the_fastest_backends_against_another_kernel() -> None:
+    rows = layer.run_layer_bench("auto", reference="torch", steps=STEPS[:1], settings=Settings(rounds=1))
+    ours = rows[0].impl
+    assert ours in ("cuda", "triton", "torch")
+    assert [row.impl for row in rows] == [ours, "torch-reference-sequence"]
+
+
 @pytest.mark.parametrize("operator", ["causal_conv", "prefill", "verify", "gated_rms_norm"])
 def test_nothing_is_timed_on_a_wrong_result(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(ops, operator)

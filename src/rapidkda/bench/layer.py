@@ -41,6 +41,7 @@ OUT_BARS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}  # t
 def run_layer_bench(
     backend: str,
     *,
+    reference: str | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     regimes: Sequence[str] = ("slow",),
@@ -52,7 +53,9 @@ def run_layer_bench(
     """Measure one backend: our layer with both forms of rollback, and the reference sequence.
 
     Args:
-        backend: name of a backend of ours that has every operator.
+        backend: name of a backend of ours that has every operator, or auto: the fastest of each.
+        reference: backend of the reference sequence's prefill (flashkda is what the reference system runs); default
+            the one of ours.
         device, dtype: where and in what; default bfloat16 on a GPU, float32 on a CPU.
         steps: default a pure and a mixed step fit for the device.
         regimes: gate regimes.
@@ -70,7 +73,7 @@ def run_layer_bench(
         for regime in regimes:
             inputs = make_inputs(step, regime, device, dtype, seed)
             floor = None if bandwidth is None else moved_bytes(inputs) / bandwidth / 1e6
-            bounds = _implementations(inputs, backend, dtype)
+            bounds = _implementations(inputs, backend, reference or backend, dtype)
             errors = {impl: _checked(impl, bound, inputs, regime) for impl, bound in bounds.items()}
             times = _times(bounds, device, settings)
             for impl, bound in bounds.items():
@@ -94,22 +97,21 @@ def run_layer_bench(
     return rows
 
 
-def _implementations(inputs: StepInputs, backend: str, dtype: torch.dtype) -> dict[str, Bound]:
-    choices = choose(
-        BackendWish(prefill=backend, decode=backend),
-        Request(
-            op="prefill",
-            device=Device.of(inputs.x.device),
-            dtype=dtype,
-            key_dim=inputs.step.head_dim,
-            value_dim=inputs.step.head_dim,
-            gate="softplus" if inputs.lower_bound is None else "bounded",
-        ),
+def _implementations(inputs: StepInputs, backend: str, reference: str, dtype: torch.dtype) -> dict[str, Bound]:
+    request = Request(
+        op="prefill",
+        device=Device.of(inputs.x.device),
+        dtype=dtype,
+        key_dim=inputs.step.head_dim,
+        value_dim=inputs.step.head_dim,
+        gate="softplus" if inputs.lower_bound is None else "bounded",
     )
-    bounds = {backend: _ours(inputs, choices, "replay")}
+    ours, theirs = (choose(BackendWish(prefill=prefill, decode=backend), request) for prefill in (backend, reference))
+    name = ours["prefill"].name
+    bounds = {name: _ours(inputs, ours, "replay")}
     if inputs.step.drafts:
-        bounds[f"{backend}-slots"] = _ours(inputs, choices, "slots")
-    bounds[f"{backend}-reference-sequence"] = reference_sequence(inputs, choices)
+        bounds[f"{name}-slots"] = _ours(inputs, ours, "slots")
+    bounds[f"{theirs['prefill'].name}-reference-sequence"] = reference_sequence(inputs, theirs)
     return bounds
 
 

@@ -21,7 +21,7 @@ from ..errors import BackendUnavailable
 from ..problem import Op
 from ..testing.regimes import REGIMES, Regime
 from ..testing.shapes import DECODE_BATCHES, PREFILL, VERIFY_DRAFTS, Shape, by_name, decode_shape
-from .console import UserError, backend_option, captured_option, console, needs, readable, writable
+from .console import UserError, backend_option, captured_option, console, load_flashkda, needs, readable, writable
 
 app = typer.Typer(help="Measure rapidkda and its peers in one run, or report what a run measured.")
 
@@ -158,7 +158,11 @@ def bench_verify(
 @app.command("layer")
 def bench_layer(
     out: OutOption = None,
-    backend: Annotated[str | None, typer.Option(help="Backend of ours. Default: triton on a GPU, else torch.")] = None,
+    backend: Annotated[str, typer.Option(help="Backend of ours, or auto: the fastest of each operator.")] = "auto",
+    reference: Annotated[
+        str | None, typer.Option(help="Backend of the reference sequence's prefill, such as flashkda. Default: ours.")
+    ] = None,
+    flashkda: FlashOption = None,
     regime: Annotated[list[str] | None, typer.Option(help="Gate regime; may be repeated. Default: slow.")] = None,
     rounds: RoundsOption = 5,
     replays: ReplaysOption = 10,
@@ -167,12 +171,14 @@ def bench_layer(
 
     **Example:** `rapidkda bench layer --regime slow`
     """
+    if flashkda is not None:
+        load_flashkda(flashkda)
     target = None if out is None else writable(out, "--out")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = backend_option(backend or ("triton" if device.type == "cuda" else "torch"))
     try:
         rows = run_layer_bench(
-            name,
+            backend_option(backend),
+            reference=None if reference is None else backend_option(reference),
             device=device,
             regimes=known_regimes(regime, ("slow",)),
             settings=Settings(rounds=rounds, replays=replays),
