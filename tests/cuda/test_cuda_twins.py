@@ -7,7 +7,7 @@ import struct
 
 from rapidkda.backends.cuda import compiler
 from rapidkda.backends.cuda.host import params
-from rapidkda.backends.cuda.host.params import Addresses, Constants, Flags
+from rapidkda.backends.cuda.host.params import ADDRESSES, Constants, Flags
 
 HEADER = (compiler.SOURCES / "params.cuh").read_text()
 
@@ -36,9 +36,11 @@ def test_fields_have_the_order_and_types_of_the_header() -> None:
         kind = "Q" if pointer else kinds[words[0]]
         names = declaration.replace("const", "").replace("*", " ").split(maxsplit=1)[1]
         fields += [(name.strip().rstrip("_"), kind) for name in names.split(",")]
-    assert [name for name, _ in fields] == [*Addresses._fields, *Constants._fields]
-    packed = params._ADDRESSES.format + params._CONSTANTS.format.removeprefix("<")
-    assert packed == "<512s" + _packed([kind for _, kind in fields]) + "128s"
+    assert [name for name, _ in fields] == [*ADDRESSES, *Constants._fields]
+    addresses = params.addresses([True] * len(ADDRESSES)).format
+    assert addresses == "<512s" + "Q" * len(ADDRESSES)
+    assert [kind for _, kind in fields[: len(ADDRESSES)]] == ["Q"] * len(ADDRESSES)
+    assert params._CONSTANTS.format == "<" + _packed([kind for _, kind in fields[len(ADDRESSES) :]]) + "128s"
 
 
 def _packed(kinds: list[str]) -> str:
@@ -51,6 +53,8 @@ def test_the_packed_struct_has_the_size_that_the_header_asserts() -> None:
     size = re.search(r"sizeof\(Params\) == (\d+)", HEADER)
     assert size is not None
     assert int(size[1]) == params.SIZE
-    assert params.SIZE - 64 < params._ADDRESSES.size + params._CONSTANTS.size <= params.SIZE
+    maps_and_addresses = params.addresses([True] * len(ADDRESSES)).size
+    assert params.SIZE - 64 < maps_and_addresses + params._CONSTANTS.size <= params.SIZE
+    assert len(params.pack(Constants(*range(len(Constants._fields))), b"")) == params.SIZE
     assert struct.calcsize("<128s") == 2 * params.ORDER_ENTRIES
     assert f"kOrderEntries = {params.ORDER_ENTRIES};" in HEADER

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -103,6 +105,7 @@ def test_launcher_tells_apart_what_triton_specialises_on() -> None:
 
     class Compiled:
         function = packed_metadata = None
+        metadata = mock.Mock()  # of another vendor's device: launched by Triton
 
         def run(self, *args: object) -> None:
             seen.append(("reused",))
@@ -122,7 +125,7 @@ def test_launcher_tells_apart_what_triton_specialises_on() -> None:
         before = len(launcher.compiled)
         bound = launcher.bind(torch.device("cuda", 0), (1, 1, 1), (), strides, constants, num_warps=1)
         with (
-            mock.patch.object(torch.cuda, "current_device", return_value=0),
+            mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
         ):
             bound((data,), ())
@@ -155,10 +158,47 @@ def test_bound_launch_looks_at_alignment_every_time() -> None:
     bound = launch.Launcher(Kernel()).bind(torch.device("cuda", 0), (1, 1, 1), (), (1,), (), num_warps=1)
     x = torch.zeros(64)
     with (
-        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
     ):
         wanted = [bound((x[start:], None), (x[1:],)) for start in (0, 1, 4, 2, 0)]
         assert wanted == [True, True, False, False, False]
         assert not bound((x, None), (), compile_only=True)
     assert len(compiled) == 2
+
+
+def test_parameters_are_packed_as_the_kernels_read_them() -> None:
+    """Number and sizes of what `launch.parameters` packs, against the entry points of the machine code."""
+    packed = []
+    first = launch.Launch._first
+
+    def recorded(
+        self: launch.Launch,
+        data: tuple[torch.Tensor | None, ...],
+        tables: tuple[torch.Tensor | None, ...],
+        *options: Any,
+    ) -> bool:
+        result = first(self, data, tables, *options)
+        packed.append((kernels[-1], launch.parameters(kernels[-1], [x is None for x in (*data, *tables)], self._rest)))
+        return result
+
+    with compiling("sm_90") as kernels, mock.patch.object(launch.Launch, "_first", recorded):
+        launch_everything()
+        BACKEND.prefill(calls.prefill([40], dtype=torch.float32, gate="bounded"))
+    assert {kernel.metadata.name for kernel, _ in packed} == KERNELS
+    for kernel, parameters in packed:
+        entry = kernel.asm["ptx"].split(".entry")[1].split(")")[0]
+        sizes = [{"u64": 8, "u32": 4, "f32": 4}[kind] for kind in re.findall(r"\.param \.(\w+) ", entry)]
+        assert parameters is not None
+        values, offsets = parameters
+        assert offsets == [8 * n for n in range(len(sizes))]
+        assert len(values) == 8 * len(sizes)
+        for offset, size in zip(offsets, sizes):
+            assert values[offset + size : offset + 8] == bytes(8 - size)
+
+
+def test_what_triton_alone_can_launch_is_left_to_it() -> None:
+    with compiling("gfx942") as kernels:
+        BACKEND.norm(calls.norm(5))
+    types = list(kernels[0].src.signature.values())
+    assert launch.parameters(kernels[0], [False] * 4, (1,) * (len(types) - 4)) is None

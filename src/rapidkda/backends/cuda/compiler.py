@@ -51,7 +51,7 @@ class KernelSource:
 class LoadedKernel:
     """A kernel on one device, ready to launch."""
 
-    function: Any  # driver.CUfunction
+    function: int  # CUfunction
     threads: int
     shared_bytes: int
     cluster: int  # CTAs a cluster
@@ -163,10 +163,10 @@ def load(kernel: KernelSource, device: int) -> LoadedKernel:
             raise CompilationError(f"{kernel} has a launch_info of {size} bytes, expected {ctypes.sizeof(info)}")
         check(driver.cuMemcpyDtoH(ctypes.addressof(info), address, size))
         threads, shared_bytes, cluster = info
-        function = check(driver.cuKernelGetFunction(handle))
+        function = check(driver.cuKernelGetFunction(handle))  # of the current context
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        return LoadedKernel(function, threads, shared_bytes, cluster, library)
+        return LoadedKernel(int(function), threads, shared_bytes, cluster, library)
 
 
 def check(result: tuple[Any, ...]) -> Any:

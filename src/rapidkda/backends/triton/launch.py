@@ -7,6 +7,10 @@ in alignment alone, so a call of a known kind goes from addresses to the driver:
 
 from __future__ import annotations
 
+import functools
+import operator
+import struct
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +20,7 @@ from triton import knobs
 
 from ... import env
 from ...problem import GateKind, Tokens
+from ..driver import Launches, Shape
 
 # Segment and slot tables are slices of one buffer: their alignment changes with the number of segments, and must not
 # make another kernel of a call.
@@ -27,6 +32,9 @@ GATE_CODES: dict[GateKind, int] = {"log_decay": 0, "bounded": 1, "softplus": 2} 
 def is_gpu(device: torch.device) -> bool:
     """Whether compiled kernels run there; a CPU has the interpreter only."""
     return device.type == "cuda"
+
+
+Run = Callable[[int, Sequence[int]], None]  # with the stream and the addresses that are not None
 
 
 class Launcher:
@@ -57,7 +65,8 @@ class Launcher:
 
 
 class Launch:
-    """A launch of a kind of call, on the current stream of its device: all of it but the tensors."""
+    """A launch of a kind of call, on the current stream of its device: all of it but the tensors. Which of them are
+    None belongs to the kind."""
 
     def __init__(
         self,
@@ -71,48 +80,30 @@ class Launch:
         views: tuple[torch.dtype | None, ...],
     ):
         self._launcher = launcher
-        self._device = device
         self._index = device.index if is_gpu(device) else -1
         self._grid = grid
         self._rest = (*sizes, *strides, *constants)
         self._key = (device.index, tuple(options.items()), strides, constants)
         self._options = options
         self._views = views
-        self._found: dict[Any, Any] = {}  # compiled kernels by alignment
+        self._found: dict[Any, Run] = {}  # how to launch, by the alignment of the data
 
     def __call__(
         self, data: tuple[Tensor | None, ...], tables: tuple[Tensor | None, ...], compile_only: bool = False
     ) -> bool:
         """Launch, or only make sure that a launch will find its kernel. True if a kernel was compiled for it."""
         index = self._index
-        if index >= 0 and index != torch.cuda.current_device():
+        if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(data, tables, compile_only)
-        bits = 0
-        addresses: list[int | None] = []
-        for x in data:
-            address = None if x is None else x.data_ptr()
-            bits |= address or 0
-            addresses.append(address)
-        aligned = bits & 15 == 0 or tuple([address is None or address % 16 == 0 for address in addresses])
-        compiled = self._found.get(aligned)
-        if compiled is None:
+        addresses = [x.data_ptr() for x in data if x is not None]
+        aligned = functools.reduce(operator.or_, addresses) % 16 == 0 or tuple([x % 16 == 0 for x in addresses])
+        launch = self._found.get(aligned)
+        if launch is None:
             return self._first(data, tables, aligned, compile_only)
-        if compile_only:
-            return False
-        for x in tables:
-            addresses.append(None if x is None else x.data_ptr())
-        compiled.run(
-            *self._grid,
-            torch._C._cuda_getCurrentRawStream(index),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            _hook(knobs.runtime.launch_enter_hook),
-            _hook(knobs.runtime.launch_exit_hook),
-            *addresses,
-            *self._rest,
-        )
+        if not compile_only:
+            addresses += [x.data_ptr() for x in tables if x is not None]
+            launch(torch._C._cuda_getCurrentRawStream(index), addresses)
         return False
 
     def _first(
@@ -120,21 +111,98 @@ class Launch:
     ) -> bool:
         """A launch through Triton's own call, which compiles, unless another kind of call has the kernel already."""
         data = tuple([_read_as(x, dtype) for x, dtype in zip_longest(data, self._views)])
-        key = (*self._key, aligned, tuple([None if x is None else x.dtype for x in (*data, *tables)]))
+        pointers = (*data, *tables)
+        key = (*self._key, aligned, tuple([None if x is None else x.dtype for x in pointers]))
         known = self._launcher.compiled
         if key in known:
-            self._found[aligned] = known[key]
+            self._found[aligned] = self._bound(known[key], pointers)
             return self(data, tables, compile_only)
-        arguments = (*data, *tables, *self._rest)
         kernel = self._launcher.kernel
         if compile_only:
-            compiled = kernel.warmup(*arguments, grid=self._grid, **self._options)
+            compiled = kernel.warmup(*pointers, *self._rest, grid=self._grid, **self._options)
         else:
-            compiled = kernel[self._grid](*arguments, **self._options)
+            compiled = kernel[self._grid](*pointers, *self._rest, **self._options)
         if self._index < 0 or env.flag("TRITON_INTERPRET"):
             return False  # nothing to find again: interpreted, or compiled for a target that is not here
-        self._found[aligned] = known[key] = compiled
+        known[key] = compiled
+        self._found[aligned] = self._bound(compiled, pointers)
         return True
+
+    def _bound(self, compiled: Any, pointers: tuple[Tensor | None, ...]) -> Run:
+        """How to launch a compiled kernel."""
+        absent = [x is None for x in pointers]
+        run = compiled.run  # loads the kernel, also one that was only compiled
+
+        def through_triton(stream: int, addresses: Sequence[int]) -> None:
+            given = iter(addresses)
+            run(
+                *self._grid,
+                stream,
+                compiled.function,
+                compiled.packed_metadata,
+                None,
+                knobs.runtime.launch_enter_hook,
+                knobs.runtime.launch_exit_hook,
+                *[None if missing else next(given) for missing in absent],
+                *self._rest,
+            )
+
+        packed = parameters(compiled, absent, self._rest)
+        if packed is None:
+            return through_triton
+        values, offsets = packed
+        layout = struct.Struct(f"<{len(absent) - sum(absent)}Q")
+        shape = Shape(compiled.function, self._grid, compiled.metadata.num_warps * 32, compiled.metadata.shared)
+        direct = Launches(self._index, [shape], values, offsets, layout)
+
+        def through_the_driver(stream: int, addresses: Sequence[int]) -> None:
+            if _hooked():  # a profiler of Triton's wants to see its launches
+                through_triton(stream, addresses)
+            else:
+                direct(stream, addresses)
+
+        return through_the_driver
+
+
+def parameters(compiled: Any, absent: list[bool], rest: tuple[Any, ...]) -> tuple[bytes, list[int]] | None:
+    """The values of a kernel's parameters with the addresses left open, and where each parameter starts.
+
+    None where Triton's own launch does more than start the kernel: on another vendor's device, with scratch memory of
+    Triton's, clusters, cooperative grids, or parameters of other types than ours.
+    """
+    about = compiled.metadata
+    if about.target.backend != "cuda" or about.global_scratch_size or about.profile_scratch_size:
+        return None
+    if about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
+        return None
+    types = list(compiled.src.signature.values())
+    if len(types) != len(absent) + len(rest):
+        return None
+    values, offsets = b"", []
+    for missing, kind in zip(absent, types):
+        if not missing:
+            if not kind.startswith("*"):
+                return None
+            offsets.append(len(values))
+            values += bytes(8)
+    for value, kind in zip(rest, types[len(absent) :]):
+        if kind != "constexpr":
+            if kind not in _PACKED:
+                return None
+            offsets.append(len(values))
+            values += struct.pack(_PACKED[kind], value).ljust(8, b"\0")
+    for _ in range(2):  # Triton's scratch pointers, which every kernel takes
+        offsets.append(len(values))
+        values += bytes(8)
+    return values, offsets
+
+
+_PACKED = {"i32": "<i", "i64": "<q", "fp32": "<f"}
+
+
+def _hooked() -> bool:
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _read_as(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -142,11 +210,6 @@ def _read_as(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     if x is None or dtype is None:
         return x
     return x[: x.shape[0] // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def _hook(hook: Any) -> Any:
-    """A hook of Triton's, or None if calling it would do nothing."""
-    return hook if getattr(hook, "calls", True) else None
 
 
 def inputs(tokens: Tokens, values: bool = True) -> tuple[Tensor | None, ...]:

@@ -1,12 +1,12 @@
-"""The one argument of the prefill kernels, packed as `struct Params` of csrc/params.cuh lies in memory.
+"""The one parameter of the prefill kernels, packed as `struct Params` of csrc/params.cuh lies in memory.
 
-Its fields are in two parts: addresses, which differ from call to call, and what calls of a kind share.
+Its fields are in two parts: tensor maps and addresses, which differ from call to call, and what calls of a kind share.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 ORDER_ENTRIES = 64
@@ -32,28 +32,28 @@ class Flags:
     GATE_FLOAT = 1 << 13
 
 
-class Addresses(NamedTuple):
-    """The fields after the four tensor maps, in the order of the C struct; 0 where a tensor is absent."""
-
-    beta: int
-    A_log: int
-    dt_bias: int
-    out: int
-    initial: int
-    final: int
-    checkpoint_pool: int
-    first_token: int
-    length: int
-    read_slots: int
-    write_slots: int
-    has_initial: int
-    checkpoint_begin: int
-    checkpoint_offset: int
-    checkpoint_slot: int
-    transitions: int = 0
-    starts: int = 0
-    seams: int = 0
-    ready: int = 0
+# The addresses, after the four tensor maps, in the order of the C struct; 0 where a tensor is absent.
+ADDRESSES = (
+    "beta",
+    "A_log",
+    "dt_bias",
+    "out",
+    "initial",
+    "final",
+    "checkpoint_pool",
+    "first_token",
+    "length",
+    "read_slots",
+    "write_slots",
+    "has_initial",
+    "checkpoint_begin",
+    "checkpoint_offset",
+    "checkpoint_slot",
+    "transitions",
+    "starts",
+    "seams",
+    "ready",
+)
 
 
 class Constants(NamedTuple):
@@ -86,44 +86,17 @@ class Constants(NamedTuple):
     checkpoints: int
 
 
-_ADDRESSES = struct.Struct("<512s19Q")
 _CONSTANTS = struct.Struct("<10q9iI3fi128s")
+_MAPS = "512s"
 
 
-class Argument:
-    """The argument of a launch in memory of its own, with the constants packed."""
-
-    __slots__ = ("_buffer", "_pointer", "address")
-
-    def __init__(self, constants: Constants, order: bytes):
-        self._buffer = ctypes.create_string_buffer(SIZE)
-        _CONSTANTS.pack_into(self._buffer, _ADDRESSES.size, *constants, order)
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self._buffer))
-        self.address = ctypes.addressof(self._pointer)  # of the array of one pointer that a launch takes
-
-    def point(self, maps: bytes, addresses: Addresses) -> None:
-        """Pack the tensor maps and the addresses."""
-        _ADDRESSES.pack_into(self._buffer, 0, maps, *addresses)
+def addresses(present: Sequence[bool]) -> struct.Struct:
+    """Layout of the tensor maps and of those addresses that are present; the others are packed as 0."""
+    return struct.Struct(f"<{_MAPS}{''.join('Q' if here else '8x' for here in present)}")
 
 
-class Arguments:
-    """The arguments of calls of one kind. A launch copies its argument, so a few in turn serve any number of calls; one
-    in use is never handed out again, whatever thread asks."""
-
-    __slots__ = ("_constants", "_free", "_order")
-
-    def __init__(self, constants: Constants, order: bytes):
-        self._constants = constants
-        self._order = order
-        self._free: list[Argument] = []
-
-    def take(self) -> Argument:
-        """An argument that nobody uses."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return Argument(self._constants, self._order)
-
-    def give_back(self, argument: Argument) -> None:
-        """After the launches that used it."""
-        self._free.append(argument)
+def pack(constants: Constants, order: bytes) -> bytes:
+    """All of the parameter, with maps and addresses left open."""
+    return addresses([False] * len(ADDRESSES)).pack(b"") + _CONSTANTS.pack(*constants, order).ljust(
+        SIZE - 512 - 8 * len(ADDRESSES), b"\0"
+    )

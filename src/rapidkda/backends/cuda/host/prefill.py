@@ -1,10 +1,9 @@
-"""Launch of csrc/prefill.cu, and of csrc/seams.cu and csrc/compose.cu before it, for one validated call."""
+"""Launch of csrc/prefill.cu and csrc/compose.cu for one validated call."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from ....problem import PrefillCall
 from ....segments import Segments
+from ...driver import Launches, Shape
 from .. import compiler
 from ..compiler import KernelSource
-from .params import ORDER_ENTRIES, Addresses, Arguments, Constants, Flags
+from . import params
+from .params import ORDER_ENTRIES, Constants, Flags
 from .plan import CHUNK, PART_BYTES, STATE_BYTES, Plan, plan_prefill
 from .tensor_map import ALIGNMENT, tensor_map
 
@@ -22,7 +23,6 @@ SEAMS = KernelSource("seams.cu", "seams")
 COMPOSE = KernelSource("compose.cu", "compose")
 _COMPOSE_BLOCKS = 16  # of 8 state rows
 _FLAG_BYTES = 32  # of a part of a head; the rest of PART_BYTES is its seam
-_NO_CHECKPOINTS = (0, 0, 0)
 _MOST_MAPS = 64  # sets of tensor maps that a kind of call keeps
 _FORMS = {"whole": "kWhole", "pair": "kPair", "transition": "kTransition"}
 
@@ -58,30 +58,23 @@ def run(call: PrefillCall, forced: Plan | None = None) -> None:
     """Launch on the current stream. `forced` overrides the planner."""
     if call.segments.count == 0:
         return
-    index = call.tokens.q.device.index
-    current = torch.cuda.current_device()
-    if index is None:
-        index = current
-    elif index != current:
-        with torch.cuda.device(index):
-            return run(call, forced)
-    name = f"cuda:{index}"
-    prepared = call.memo.get(name) if forced is None else Prepared(call, index, forced)
+    prepared = call.memo.get("cuda") if forced is None else Prepared(call, forced)
     if prepared is None:
-        prepared = call.memo[name] = Prepared(call, index)
-    prepared.run(call)
+        prepared = call.memo["cuda"] = Prepared(call)
+    if prepared.device == torch._C._cuda_getDevice():
+        prepared.run(call)
+    else:
+        with torch.cuda.device(prepared.device):
+            prepared.run(call)
 
 
 class Prepared:
-    """What calls of a kind share: the plan, the kernels, the launches, and all of their argument but the addresses."""
+    """What calls of a kind share: the plan, the kernels, and all of their parameter but maps and addresses."""
 
-    def __init__(self, call: PrefillCall, device: int, forced: Plan | None = None):
-        from cuda.bindings import driver  # type: ignore[import-untyped]
-
-        self.device = device
-        self.plan = plan(call, multiprocessors(device)) if forced is None else forced
-        self._launch_kernel = driver.cuLaunchKernel
-        self._launches = _launches(call, self.plan, device)
+    def __init__(self, call: PrefillCall, forced: Plan | None = None):
+        index = call.tokens.q.device.index
+        self.device = torch.cuda.current_device() if index is None else index
+        self.plan = plan(call, multiprocessors(self.device)) if forced is None else forced
         parts = call.segments.count * call.tokens.value_heads * self.plan.parts
         # Scratch of segments in parts: a start state of each, its transition, flags, seams.
         self._has_transitions = self.plan.form == "parallel"
@@ -90,75 +83,72 @@ class Prepared:
         self._seams_at = self._flags_at + _FLAG_BYTES * parts
         self._scratch_bytes = self._flags_at + PART_BYTES * parts if self.plan.parts > 1 else 0
         self._strided_out = _strided_rows(call.out)
-        self._strided_tables = not all(x.is_contiguous() for x in _tables(call))
+        self._strided_tables = not all(x.is_contiguous() for x in _tables(call) if x is not None)
         self._even_slots = call.state_v_first and not any(_first_stride(pool) % 2 for pool in _pools(call))
-        self._arguments: dict[tuple[bool, bool], Arguments] = {}
+        self._launches: dict[tuple[bool, bool], Launches] = {}  # by what addresses decide
         self._maps: dict[tuple[int, ...], bytes] = {}
 
     def run(self, call: PrefillCall) -> None:
-        """Launch a call of this kind on the current stream."""
-        tokens, gate = call.tokens, call.tokens.gate
-        keep: list[Tensor] = []  # copies that must outlive the launches
+        """Launch a call of this kind on the current stream of its device, the current one."""
+        tokens, gate, out = call.tokens, call.tokens.gate, call.out
+        keep: list[Tensor | None] = []  # copies that must outlive the launches
         maps = self._tensor_maps(call, keep)
-        out = call.out
         if self._strided_out or out.data_ptr() % ALIGNMENT:
             out = out.clone(memory_format=torch.contiguous_format)  # with the rows that no segment covers
         tables = _tables(call)
         if self._strided_tables:
-            tables = [x.contiguous() for x in tables]
+            tables = [None if x is None else x.contiguous() for x in tables]
             keep += tables
-        first_token, length, *checkpoints = [x.data_ptr() for x in tables]
-        begin, offset, slot = checkpoints or _NO_CHECKPOINTS
-        initial, final, exported = _address(call.initial), _address(call.final), _address(call.checkpoint_pool)
-        transitions = starts = seams = ready = 0
+        first_token, length, begin, offset, slot = tables
+        tensors = (
+            tokens.beta,
+            gate.A_log,
+            gate.dt_bias,
+            out,
+            call.initial,
+            call.final,
+            call.checkpoint_pool,
+            first_token,
+            length,
+            call.read_slots,
+            call.write_slots,
+            call.has_initial_state,
+            begin,
+            offset,
+            slot,
+        )
+        addresses = [x.data_ptr() for x in tensors if x is not None]
         if self._scratch_bytes:
             scratch = _scratch(call, self._scratch_bytes)
             keep.append(scratch)
             starts = scratch.data_ptr()
-            seams = starts + self._seams_at
-            if self._has_transitions:
-                transitions = starts + self._transitions_at
-            else:
-                ready = starts + self._flags_at
-        vectors = self._even_slots and not (initial | final | exported) % 8
-        arguments = self._arguments.get((vectors, out is call.out))
-        if arguments is None:
-            order = _order(call.segments)
-            arguments = Arguments(_constants(call, out, self.plan.parts, order, vectors), order)
-            self._arguments[vectors, out is call.out] = arguments
-        argument = arguments.take()
-        argument.point(
-            maps,
-            Addresses(
-                tokens.beta.data_ptr(),
-                _address(gate.A_log),
-                _address(gate.dt_bias),
-                out.data_ptr(),
-                initial,
-                final,
-                exported,
-                first_token,
-                length,
-                _address(call.read_slots),
-                _address(call.write_slots),
-                _address(call.has_initial_state),
-                begin,
-                offset,
-                slot,
-                transitions,
-                starts,
-                seams,
-                ready,
-            ),
-        )
+            transitions = starts + self._transitions_at if self._has_transitions else 0
+            ready = 0 if self._has_transitions else starts + self._flags_at
+            addresses += [transitions, starts, starts + self._seams_at, ready]
+        vectors = self._even_slots
+        for pool in _pools(call):
+            vectors = vectors and (pool is None or pool.data_ptr() % 8 == 0)
+        variant = (vectors, out is call.out)
+        launches = self._launches.get(variant)
+        if launches is None:
+            launches = self._launches[variant] = self._bind(call, out, tensors, vectors)
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # a tenth of the time of current_stream()
-        for launch in self._launches:
-            compiler.check(self._launch_kernel(*launch, stream, argument.address, 0))
-        arguments.give_back(argument)
+        launches(stream, (maps, *addresses))
         if out is not call.out:
             call.out.copy_(out)
 
-    def _tensor_maps(self, call: PrefillCall, keep: list[Tensor]) -> bytes:
+    def _bind(self, call: PrefillCall, out: Tensor, tensors: tuple[Tensor | None, ...], vectors: bool) -> Launches:
+        order = _order(call.segments)
+        parts, scratch = self.plan.parts, bool(self._scratch_bytes)
+        return Launches(
+            self.device,
+            _shapes(call, self.plan, self.device),
+            params.pack(_constants(call, out, parts, order, vectors), order),
+            (0,),
+            params.addresses([*[x is not None for x in tensors], *[scratch] * 4]),
+        )
+
+    def _tensor_maps(self, call: PrefillCall, keep: list[Tensor | None]) -> bytes:
         """The four maps, found again by the addresses that they were made for."""
         tokens = call.tokens
         addresses = (tokens.q.data_ptr(), tokens.k.data_ptr(), tokens.v.data_ptr(), tokens.g.data_ptr())
@@ -178,31 +168,28 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-# The arguments of cuLaunchKernel before the stream: function, grid, block, shared bytes.
-_Launch = tuple[Any, int, int, int, int, int, int, int]
-
-
-def _launches(call: PrefillCall, chosen: Plan, device: int) -> list[_Launch]:
+def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
+    """The launches of a form, in order."""
     tokens, segments = call.tokens, call.segments
     bounded, gate_float = tokens.gate.kind == "bounded", tokens.g.dtype is torch.float32
     units = segments.count * tokens.value_heads
 
-    def launch(source: KernelSource, x: int, y: int = 1, z: int = 1) -> _Launch:
+    def shape(source: KernelSource, x: int, y: int = 1, z: int = 1) -> Shape:
         loaded = compiler.load(source, device)
-        return (loaded.function, x * loaded.cluster, y, z, loaded.threads, 1, 1, loaded.shared_bytes)
+        return Shape(loaded.function, (x * loaded.cluster, y, z), loaded.threads, loaded.shared_bytes)
 
     if chosen.form == "whole":
-        return [launch(kernel("whole", bounded, gate_float), units)]
-    main = launch(kernel("pair", bounded, gate_float), units * chosen.parts)
+        return [shape(kernel("whole", bounded, gate_float), units)]
+    main = shape(kernel("pair", bounded, gate_float), units * chosen.parts)
     if chosen.form == "pair":
         return [main]
-    seams = launch(SEAMS, tokens.value_heads, chosen.parts, segments.count)
+    seams = shape(SEAMS, tokens.value_heads, chosen.parts, segments.count)
     if chosen.form == "handover":
         return [seams, main]
     return [
         seams,
-        launch(kernel("transition", bounded, gate_float), units * (chosen.parts - 1)),
-        launch(COMPOSE, _COMPOSE_BLOCKS, tokens.value_heads, segments.count),
+        shape(kernel("transition", bounded, gate_float), units * (chosen.parts - 1)),
+        shape(COMPOSE, _COMPOSE_BLOCKS, tokens.value_heads, segments.count),
         main,
     ]
 
@@ -256,10 +243,6 @@ def _constants(call: PrefillCall, out: Tensor, parts: int, order: bytes, vectors
     )
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _first_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0)
 
@@ -268,11 +251,11 @@ def _has_dtype(tensor: Tensor | None, dtype: torch.dtype) -> bool:
     return tensor is not None and tensor.dtype is dtype
 
 
-def _tables(call: PrefillCall) -> list[Tensor]:
-    """The int32 tables: of the segments, and of the checkpoints if there are any."""
+def _tables(call: PrefillCall) -> list[Tensor | None]:
+    """The int32 tables of the segments and of the checkpoints."""
     segments, checkpoints = call.segments, call.checkpoints
     if checkpoints is None or call.checkpoint_pool is None:
-        return [segments.first_token, segments.length]
+        return [segments.first_token, segments.length, None, None, None]
     return [segments.first_token, segments.length, checkpoints.begin, checkpoints.offset, checkpoints.slot]
 
 
@@ -280,7 +263,7 @@ def _pools(call: PrefillCall) -> tuple[Tensor | None, ...]:
     return call.initial, call.final, call.checkpoint_pool
 
 
-def _maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
+def _maps(call: PrefillCall, keep: list[Tensor | None]) -> bytes:
     tokens = call.tokens
     if tokens.count == 0:
         return b""

@@ -15,7 +15,7 @@ ALIGNMENT = 16  # bytes; of the address and of every stride
 _BLOCK = 128  # bytes; the swizzle's width
 
 
-def tensor_map(tensor: Tensor, blocks: int, keep: list[Tensor]) -> bytes:
+def tensor_map(tensor: Tensor, blocks: int, keep: list[Tensor | None]) -> bytes:
     """The map of a tensor [T, heads, 128], bf16 or fp32; one copy moves 16 tokens of `blocks` blocks of 128 bytes.
 
     A tensor that the copy engine cannot read is copied first, and the copy appended to `keep`: it must outlive the
@@ -25,8 +25,9 @@ def tensor_map(tensor: Tensor, blocks: int, keep: list[Tensor]) -> bytes:
     found = _encode(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype is torch.float32, blocks)
     if found is not None:
         return found
-    keep.append(tensor.contiguous())
-    return tensor_map(keep[-1], blocks, keep)
+    dense = tensor.contiguous()
+    keep.append(dense)
+    return tensor_map(dense, blocks, keep)
 
 
 @functools.lru_cache(maxsize=8192)
