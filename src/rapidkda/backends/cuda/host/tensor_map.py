@@ -25,7 +25,7 @@ def tensor_map(tensor: Tensor, blocks: int, keep: list[Tensor | None]) -> bytes:
     found = _encode(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype is torch.float32, blocks)
     if found is not None:
         return found
-    dense = tensor.contiguous()
+    dense = tensor.clone(memory_format=torch.contiguous_format)  # contiguous() keeps one off the alignment
     keep.append(dense)
     return tensor_map(dense, blocks, keep)
 
