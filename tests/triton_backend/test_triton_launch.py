@@ -1,0 +1,196 @@
+"""What reaches the driver, without one: a launch from packed memory is the launch that Triton would make."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs the package triton", minversion="3.6")
+
+import triton_calls as calls
+
+from rapidkda.backends import driver
+from rapidkda.backends.triton import TritonBackend, config, conv, launch, norm, plan, prefill, recurrent
+from rapidkda.device import Device
+
+BACKEND = TritonBackend()
+LAUNCHERS = (
+    *(prefill._tiles, prefill._prepare, prefill._scan, prefill._compose),
+    *(recurrent._step, recurrent._replay_verify, recurrent._commit, conv._conv, norm._norm),
+)
+SIZES = {"i32": "<i", "i64": "<q", "fp32": "<f"}
+
+Seen = tuple[int, tuple[int, ...], list[Any]]  # function, grid, parameters
+
+
+class Machine:
+    """Stands in for Triton's compiler and for the driver, and keeps what is launched through each."""
+
+    def __init__(self) -> None:
+        self.through_triton: list[Seen] = []
+        self.through_driver: list[Seen] = []
+        self.signatures: dict[int, list[str]] = {}
+        self.numbers = itertools.count(100)
+
+    def kernel(self, original: Any) -> Any:
+        """A kernel that compiles at once, with the signature that Triton derives from the arguments."""
+        machine = self
+
+        class Kernel:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+                def call(*arguments: Any, num_warps: int) -> Any:
+                    compiled = self.warmup(*arguments, grid=grid, num_warps=num_warps)
+                    machine.through_triton.append((compiled.function, grid, machine.passed(compiled, arguments)))
+                    return compiled
+
+                return call
+
+            def warmup(self, *arguments: Any, grid: tuple[int, ...], num_warps: int) -> Any:
+                assert len(arguments) == len(original.params)
+                types = [_type(parameter, x) for parameter, x in zip(original.params, arguments)]
+                function = next(machine.numbers)
+                machine.signatures[function] = types
+                return SimpleNamespace(
+                    function=function,
+                    run=None,
+                    src=SimpleNamespace(signature=dict(enumerate(types))),
+                    metadata=SimpleNamespace(
+                        target=SimpleNamespace(backend="cuda"),
+                        num_warps=num_warps,
+                        num_ctas=1,
+                        shared=num_warps,
+                        global_scratch_size=0,
+                        profile_scratch_size=0,
+                        launch_cooperative_grid=False,
+                        launch_pdl=False,
+                    ),
+                )
+
+        return Kernel()
+
+    def passed(self, compiled: Any, arguments: tuple[Any, ...]) -> list[Any]:
+        """The arguments that the kernel has parameters for."""
+        types = self.signatures[compiled.function]
+        values = [x for kind, x in zip(types, arguments) if kind != "constexpr"]
+        return [x.data_ptr() if isinstance(x, Tensor) else _rounded(x) for x in values]
+
+    def launch(self, configuration_at: int, function: int, pointers_at: int, extra: None) -> int:
+        told = driver._Configuration.from_address(configuration_at)
+        types = [kind for kind in self.signatures[function] if kind != "constexpr"]
+        pointers = (ctypes.c_void_p * (len(types) + 2)).from_address(pointers_at)
+        values: list[Any] = []
+        for kind, pointer in zip([*types, "*", "*"], pointers):
+            layout = struct.Struct("<Q" if kind.startswith("*") else SIZES[kind])
+            values += layout.unpack(ctypes.string_at(pointer, layout.size))
+        assert values[-2:] == [0, 0]  # Triton's scratch
+        assert tuple(told.block) == (32 * told.shared_bytes, 1, 1)
+        assert told.stream == 5
+        self.through_driver.append((function, tuple(told.grid), values[:-2]))
+        return 0
+
+
+def _type(parameter: Any, value: Any) -> str:
+    if parameter.is_constexpr or value is None:
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return f"*{value.dtype}"
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1 and not parameter.do_not_specialize:
+        return "constexpr"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _rounded(value: float) -> Any:
+    return struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    for launcher in LAUNCHERS:
+        monkeypatch.setattr(launcher, "kernel", made.kernel(launcher.kernel))
+        monkeypatch.setattr(launcher, "compiled", {})
+    bind = launch.Launcher.bind
+    monkeypatch.setattr(launch.Launcher, "bind", lambda self, _, *rest, **named: bind(self, GPU, *rest, **named))
+    monkeypatch.setattr(driver, "_entry", lambda name: made.launch)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(config, "machine", lambda device: config.Machine.of(Device("nvidia", "H200", (9, 0)), 132))
+    return made
+
+
+GPU = torch.device("cuda", 0)
+WORKSPACE = torch.empty(1 << 26, dtype=torch.uint8)
+CALLS: dict[str, Callable[[], Any]] = {
+    "prefill": lambda: calls.prefill([40, 20], export=True, heads=8),
+    "prefill without a gate": lambda: calls.prefill([40], gate="log_decay"),
+    "decode": lambda: calls.decode(2),
+    "decode without a gate": lambda: calls.decode(2, gate="log_decay"),
+    "verify": lambda: calls.verify(2, replay=False),
+    "verify by replay": lambda: calls.verify(2, replay=True),
+    "commit": lambda: calls.commit(2),
+    "conv": lambda: calls.conv([150, 50]),
+    "conv of one token": lambda: calls.conv([1, 1]),
+    "norm": lambda: calls.norm(5),
+}
+
+
+def run(name: str, call: Any) -> None:
+    if hasattr(call, "workspace"):
+        call.workspace = WORKSPACE
+    getattr(BACKEND, name.split()[0])(call)
+
+
+@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 2)], ids=["whole", "parts"])
+@pytest.mark.parametrize("name", CALLS)
+def test_known_launches_are_those_of_triton(
+    name: str, cut: plan.Cut, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call goes through Triton, the second through the driver: the same kernels, grids and parameters."""
+    monkeypatch.setattr(plan, "cut", lambda *arguments: cut)
+    call = CALLS[name]()
+    run(name, call)
+    assert machine.through_triton
+    assert not machine.through_driver
+    run(name, call)
+    assert machine.through_driver == machine.through_triton
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_another_kind_of_call_finds_the_kernels_of_the_first(name: str, machine: Machine) -> None:
+    first, second = CALLS[name](), CALLS[name]()
+    run(name, first)
+    compiled = len(machine.signatures)
+    run(name, second)
+    run(name, second)
+    assert len(machine.signatures) == compiled
+    assert len(machine.through_driver) == 2 * len(machine.through_triton)
+
+
+def test_hooks_of_triton_see_the_launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CALLS["norm"]()
+    run("norm", call)
+    ran: list[Any] = []
+    compiled = next(iter(norm._norm.compiled.values()))
+    compiled.run, compiled.packed_metadata = lambda *arguments: ran.append(arguments), None
+    call.memo.clear()
+    run("norm", call)
+    assert not ran
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        run("norm", call)
+    assert len(ran) == 1
+    assert [x for x in ran[0] if isinstance(x, int) and x > 2**32] == [
+        x.data_ptr() for x in (call.x, call.z, call.weight, call.out)
+    ]
+    run("norm", call)
+    assert len(ran) == 1
