@@ -2,7 +2,8 @@
 
 A backend differs from another in speed only. It takes validated calls (`rapidkda.problem`), writes `call.out` and the
 pools in place, returns nothing, and never synchronises with the device when host values were given. Before it is
-chosen it answers one question: what of this request can it not do here?
+chosen it answers one question: what of this request can it not do here? What it decides for a kind of call it may keep
+in the call's memo.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -79,21 +80,26 @@ def _wall_times(calls: Sequence[Call], settings: Settings) -> Times:
     return Times.of(samples)
 
 
-def host_time(call: Call, device: torch.device, calls: int = 30) -> float | None:
-    """Microseconds that the host spends on one eager call while the device works; None on a CPU."""
+def host_time(call: Call, device: torch.device, calls: int = 30, rounds: int = 5) -> float | None:
+    """Microseconds that the host spends on one eager call while the device works; None on a CPU.
+
+    The median call of the quietest round: other work on the machine only ever adds. Few enough calls a round that the
+    device's queue never fills, which would make the host wait for it.
+    """
     if device.type != "cuda":
         return None
     for _ in range(3):
         call()
-    samples = []
-    for _ in range(3):
+    medians = []
+    for _ in range(rounds):
         torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        marks = [time.perf_counter_ns()]
         for _ in range(calls):
             call()
-        samples.append((time.perf_counter() - start) / calls * 1e6)
+            marks.append(time.perf_counter_ns())
+        medians.append(statistics.median(after - before for before, after in itertools.pairwise(marks)) / 1e3)
     torch.cuda.synchronize(device)
-    return round(statistics.median(samples), 1)
+    return round(min(medians), 1)
 
 
 def launches(call: Call, device: torch.device) -> int | None:
