@@ -26,6 +26,10 @@ def conv(call: ConvCall) -> None:
     taps = call.weight.shape[1]
     read, write, real = _rows(call)
     history = _read_history(call, read, real)  # [N, W-1, C]
+    one_each = x.is_cpu and segments.total == segments.count and segments.max_length == 1
+    if one_each and call.checkpoint_pool is None and bool(real.all()):
+        _one_token_each(call, history, write)
+        return
     if x.shape[0] > 0:
         known_real = real.device.type == "cpu" and bool(real.all())
         if segments.max_length >= taps:
@@ -35,6 +39,19 @@ def conv(call: ConvCall) -> None:
         _export(call, history, real)
     if call.pool is not None and write is not None:
         _write_history(call, history, write, real)
+
+
+def _one_token_each(call: ConvCall, history: Tensor, write: Tensor | None) -> None:
+    """A step of decode on a CPU: every segment is one token, so its taps are its history and itself."""
+    index = call.segments.first_token.long()
+    rows = call.x.index_select(0, index)
+    taps = [*history.to(accumulate_dtype(call.x.dtype)).unbind(1), rows]
+    call.out.index_copy_(0, index, _accumulate(taps, call).to(call.out.dtype))
+    if call.pool is None or write is None:
+        return
+    newest = torch.cat([history[:, 1:], rows.unsqueeze(1).to(history.dtype)], dim=1)  # [N, W-1, C]
+    window = _window(call.pool, call.channels_last)[:, : newest.shape[1]]
+    window.index_copy_(0, write.long(), newest.to(window.dtype))
 
 
 def _rows(call: ConvCall) -> tuple[Tensor | None, Tensor | None, Tensor]:

@@ -21,14 +21,13 @@ def read_rows(pool: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
     return pool.index_select(0, torch.where(mask, slots, 0))
 
 
-def view_rows(pool: Tensor, slots: Tensor, mask: Tensor) -> Tensor | None:
-    """pool[slots] as a dense view, where the host can tell for free that the slots are real and follow one another."""
-    if pool.device.type != "cpu" or not pool.is_contiguous() or not mask.all():
+def view_rows(pool: Tensor, slots: Tensor) -> Tensor | None:
+    """pool[slots] on a CPU as a dense view, if the slots, all of them real, follow one another; else None."""
+    if not pool.is_contiguous():
         return None
-    first = int(slots[0])
-    if not torch.equal(slots, torch.arange(first, first + slots.shape[0], dtype=slots.dtype)):
-        return None
-    return pool[first : first + slots.shape[0]]
+    values = slots.tolist()
+    first, count = values[0], len(values)
+    return pool[first : first + count] if values == list(range(first, first + count)) else None
 
 
 def write_rows(pool: Tensor, slots: Tensor, values: Tensor, mask: Tensor) -> None:

@@ -89,6 +89,9 @@ def decode(call: DecodeCall) -> None:
     tokens, segments, pool = call.tokens, call.segments, call.pool
     if tokens.count == 0 or segments.count == 0:
         return
+    if _in_place(call):
+        _decode_in_place(call)
+        return
     active = segments.length > 0
     read = pools.usable(call.read_slots, pool.shape[0], call.pad_slot)
     real = active & read & pools.usable(call.write_slots, pool.shape[0], call.pad_slot)
@@ -100,11 +103,40 @@ def decode(call: DecodeCall) -> None:
     _write_outputs(call.out, index, out, real, active)
 
 
+def _in_place(call: DecodeCall) -> bool:
+    """Whether the host can see that every row has a token, and a real slot that it leaves its state in again."""
+    segments, slots = call.segments, call.write_slots
+    return (
+        slots.is_cpu
+        and segments.total == segments.count
+        and (call.read_slots is slots or torch.equal(call.read_slots, slots))
+        and bool(pools.usable(slots, call.pool.shape[0], call.pad_slot).all())
+    )
+
+
+def _decode_in_place(call: DecodeCall) -> None:
+    """`decode` without a look at what cannot occur: most steps of a serving engine."""
+    pool, index = call.pool, call.segments.first_token
+    rows = load(call.tokens, index)
+    out = torch.empty_like(rows.v)
+    whole = slice(0, index.shape[0])
+    for here in blocks(index.shape[0], pool):
+        slots = call.write_slots[here]
+        state = pools.view_rows(pool, slots) if pool.dtype == out.dtype else None
+        copied = state is None
+        if state is None:
+            state = pool.index_select(0, slots).to(out.dtype)
+        out[here], _ = step(state, rows if here == whole else rows.part(here), call.state_v_first)
+        if copied:
+            pool.index_copy_(0, slots.long(), state.to(pool.dtype))
+    call.out.index_copy_(0, index.long(), out.to(call.out.dtype))
+
+
 def _decode_rows(call: DecodeCall, rows: Rows, here: slice, real: Tensor, out: Tensor) -> None:
     pool, read_slots, write_slots = call.pool, call.read_slots[here], call.write_slots[here]
-    plain = pool.dtype == out.dtype
-    source = pools.view_rows(pool, read_slots, real) if plain else None
-    target = pools.view_rows(pool, write_slots, real) if plain else None
+    plain = pool.dtype == out.dtype and pool.is_cpu and bool(real.all())
+    source = pools.view_rows(pool, read_slots) if plain else None
+    target = pools.view_rows(pool, write_slots) if plain else None
     if source is not None and target is not None and _overlap_apart(source, target):
         source = None  # a shift within the pool: the rows are read before any is written
     if source is None:
