@@ -6,6 +6,8 @@ segment are computed from their history and the segment's start. Both add the ta
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -57,16 +59,18 @@ def _one_token_each(call: ConvCall, history: Tensor, write: Tensor | None) -> No
 def _rows(call: ConvCall) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Slots read and written, and which rows are no padding."""
     count, device = call.segments.count, call.x.device
-    real = torch.ones(count, dtype=torch.bool, device=device)
     if call.pool is None:
-        return None, None, real
-    identity = torch.arange(count, device=device)
-    slots = []
-    for given in (call.read_slots, call.write_slots):
-        if given is not None:
-            real = real & pools.usable(given, call.pool.shape[0], call.pad_slot)
-        slots.append(identity if given is None else given)
-    return slots[0], slots[1], real
+        return None, None, torch.ones(count, dtype=torch.bool, device=device)
+    given = [slots for slots in (call.read_slots, call.write_slots) if slots is not None]
+    usable = [pools.usable(slots, call.pool.shape[0], call.pad_slot) for slots in given]
+    real = (
+        torch.ones(count, dtype=torch.bool, device=device)
+        if not usable
+        else functools.reduce(torch.logical_and, usable)
+    )
+    identity = None if len(given) == 2 else torch.arange(count, device=device)
+    read, write = (identity if slots is None else slots for slots in (call.read_slots, call.write_slots))
+    return read, write, real
 
 
 def _window(pool: Tensor, channels_last: bool) -> Tensor:
