@@ -175,12 +175,14 @@ class _Sequences:
     def bind(
         q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
     ) -> _Sequences:
+        leading = None
         for name, value, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4), ("beta", beta, 3)):
-            checks.tensor(name, value)
-            if value.ndim != ndim:
-                raise ValueError(f"{name} must have {ndim} dimensions [B, T, ...], got shape {list(value.shape)}")
-            if value.shape[:2] != q.shape[:2]:
-                raise ValueError(f"{name} must start with [B, T] = {list(q.shape[:2])} like q, got {list(value.shape)}")
+            shape = checks.tensor(name, value).shape
+            if len(shape) != ndim:
+                raise ValueError(f"{name} must have {ndim} dimensions [B, T, ...], got shape {list(shape)}")
+            leading = shape[:2] if leading is None else leading
+            if shape[:2] != leading:
+                raise ValueError(f"{name} must start with [B, T] = {list(leading)} like q, got {list(shape)}")
         batch, length = q.shape[:2]
         if cu_seqlens is not None:
             if batch != 1:
@@ -256,7 +258,7 @@ def _whole_sequences(
     )
     call.memo = kind.memo
     kind.backend.prefill(call)
-    shaped = out.unflatten(0, sequences.batch_shape)
+    shaped = out.view(*sequences.batch_shape, *out.shape[1:])
     if intermediate is None or intermediate_tokens is None:
         return shaped, final
     batch, length = sequences.batch_shape
@@ -322,11 +324,11 @@ def _one_token_sequences(
         pool = _state_like(tokens, segments.count, initial, state_v_first)
     _ = pool.zero_() if initial is None else pool.copy_(initial)  # the caller's state is not modified
     out = bind.new_output(tokens.v, kind.covered)
-    rows = torch.arange(segments.count, dtype=torch.int32, device=pool.device)
+    rows = tables.equal(segments.count, 1, pool.device).first_token  # 0, 1, ...
     call = DecodeCall(tokens, segments, out, pool, rows, rows, state_v_first, -1)
     call.memo = kind.memo
     kind.backend.decode(call)
-    return out.unflatten(0, sequences.batch_shape), pool if keep_final else None
+    return out.view(*sequences.batch_shape, *out.shape[1:]), pool if keep_final else None
 
 
 def _dense_slots(initial: Any) -> Any:

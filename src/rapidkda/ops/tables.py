@@ -19,7 +19,7 @@ def equal(count: int, length: int, device: torch.device) -> Segments:
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return Segments.equal(count, length, device)
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
     return _kept(count, length, device, stream)
 
 
