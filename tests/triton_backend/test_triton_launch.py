@@ -46,14 +46,14 @@ class Machine:
 
         class Kernel:
             def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-                def call(*arguments: Any, num_warps: int) -> Any:
-                    compiled = self.warmup(*arguments, grid=grid, num_warps=num_warps)
+                def call(*arguments: Any, **options: Any) -> Any:
+                    compiled = self.warmup(*arguments, grid=grid, **options)
                     machine.through_triton.append((compiled.function, grid, machine.passed(compiled, arguments)))
                     return compiled
 
                 return call
 
-            def warmup(self, *arguments: Any, grid: tuple[int, ...], num_warps: int) -> Any:
+            def warmup(self, *arguments: Any, grid: tuple[int, ...], num_warps: int, maxnreg: int | None = None) -> Any:
                 assert len(arguments) == len(original.params)
                 types = [_type(parameter, x) for parameter, x in zip(original.params, arguments)]
                 function = next(machine.numbers)
