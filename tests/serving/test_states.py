@@ -292,7 +292,7 @@ def rank_of(whole: KDALayer, rank: int, size: int) -> KDALayer:
     """One rank of a layer, through checkpoint names."""
     heads, dim = whole.num_heads, whole.head_dim
     width = heads * dim
-    q, k, v, f_a, g_a, b, _ = whole.in_proj.split([width, width, width, dim, dim, heads, whole._spare])
+    q, k, v, f_a, g_a, b, _ = whole.in_proj.split([width, width, width, *whole._splits[1:]])
     tensors = {
         "q_proj.weight": q,
         "k_proj.weight": k,

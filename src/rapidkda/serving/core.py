@@ -91,12 +91,12 @@ def run_core(
 
 def _tokens(inputs: CoreInputs, pool: StatePool) -> dict[str, Any]:
     """q, k and v as views of the convolution output, and what else every operator takes."""
-    shape = pool.shape
-    q, k, v = inputs.conv_out.split(list(shape.conv_parts), dim=1)
+    shape, count = pool.shape, inputs.conv_out.shape[0]
+    q, k, v = inputs.conv_out.split_with_sizes(list(shape.conv_parts), 1)
     return {
-        "q": q.unflatten(1, (shape.heads, shape.key_dim)),
-        "k": k.unflatten(1, (shape.heads, shape.key_dim)),
-        "v": v.unflatten(1, (shape.value_heads, shape.value_dim)),
+        "q": q.view(count, shape.heads, shape.key_dim),
+        "k": k.view(count, shape.heads, shape.key_dim),
+        "v": v.view(count, shape.value_heads, shape.value_dim),
         "g": inputs.g,
         "beta": inputs.beta,
         "out": inputs.out,

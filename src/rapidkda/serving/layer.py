@@ -115,8 +115,9 @@ class KDALayer(nn.Module):
             ),
         )
         width = self.num_heads * head_dim
-        self._splits = [3 * width, head_dim, head_dim, self.num_heads]  # q | k | v, f_a, g_a, b
+        self._splits = [3 * width, head_dim, head_dim, self.num_heads]  # q | k | v, f_a, g_a, b, and spare rows
         rows = -(-sum(self._splits) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        self._splits.append(rows - sum(self._splits))
 
         def parameter(*extents: int, dtype: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.zeros(extents, dtype=dtype, device=device), requires_grad=False)
@@ -166,8 +167,8 @@ class KDALayer(nn.Module):
 
         Raises ValueError that names the tensor: unknown below the prefix, missing, or of another shape.
         """
-        width, dim = self.num_heads * self.head_dim, self.head_dim
-        q, k, v, f_a, g_a, b, _ = self.in_proj.split([width, width, width, dim, dim, self.num_heads, self._spare])
+        width = self.num_heads * self.head_dim
+        q, k, v, f_a, g_a, b, _ = self.in_proj.split([width, width, width, *self._splits[1:]])
         q_conv, k_conv, v_conv = self.conv_weight.split(width)
         targets = {
             "q": q,
@@ -192,10 +193,6 @@ class KDALayer(nn.Module):
         for own, value in found.items():
             targets[own].copy_(value)
 
-    @property
-    def _spare(self) -> int:
-        return self.in_proj.shape[0] - sum(self._splits)
-
     @torch.no_grad()
     def forward(self, hidden: Tensor, batch: StepBatch, pool: StatePool, workspace: Workspace, lane: int = 0) -> Tensor:
         """Run the layer on one step.
@@ -215,7 +212,7 @@ class KDALayer(nn.Module):
         state = self._check(hidden, batch, pool, workspace, lane)
         count, heads, dim = batch.num_tokens, self.num_heads, self.head_dim
         projected = F.linear(hidden, self.in_proj)
-        x, f_a, g_a, beta, _ = projected.split([*self._splits, self._spare], dim=1)
+        x, f_a, g_a, beta, _ = projected.split_with_sizes(self._splits, 1)
         g = F.linear(f_a, self.f_b_proj).view(count, heads, dim)
         z = F.linear(g_a, self.g_b_proj).view(count, heads, dim)
         out = workspace.core_output(count, lane)
