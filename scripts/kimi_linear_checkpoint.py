@@ -6,14 +6,17 @@ The widths are those of Kimi-Linear-48B-A3B: hidden size 2304, 32 KDA heads of 1
 keys of 128 + 64, every fourth layer. The feed-forward parts are dense, 9216 wide, which is what the published model's
 active experts add up to. The tokenizer's tokens are bytes.
 
-Only 16 tokens have rows in the output head. The best of 16 random logits lies well before the second more often than
-the best of a whole vocabulary, so a greedy token is decided by the model more often, and by rounding less often. The
-gates' decays are spread from 1e-3 to 1 a token, so states remember thousands of tokens.
+Greedy tokens of random weights hang on near-ties, which rounding decides. So the first layer is built, and the others
+are random: its state stores, for each token, the token that followed it last, and the output head reads that token.
+The greedy continuation is known beforehand (`continuation`) and hangs on the layer's state and convolution being right;
+all layers' arithmetic shows in the log-probabilities. The decays of the random layers' gates are spread from 1e-3 to 1
+a token, so states remember thousands of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -26,7 +29,9 @@ from torch import Tensor
 
 END = "<|end|>"
 VOCABULARY = 320  # 256 bytes, the end token, and what rounds it up to a multiple of 64
-LIVE_TOKENS = b"etaoinshrdlucmfw"  # those with rows in the output head
+RECALLS = "recalls_followers"  # entry of config.json: `continuation` holds for this checkpoint
+COMMON = 0.3  # share of all embeddings' common direction, from which the first layer's beta is read
+RECALL = 0.8  # size of what the first layer adds, in units of the embeddings
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ def configuration(sizes: Sizes) -> dict[str, object]:
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
         "dtype": "bfloat16",
+        RECALLS: True,
         "vocab_size": VOCABULARY,
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.feed_forward,
@@ -131,22 +137,73 @@ def weights(sizes: Sizes, seed: int, device: torch.device) -> dict[str, Tensor]:
         }
         return {prefix + name: tensor for name, tensor in made.items()}
 
-    found = {
-        "model.embed_tokens.weight": normal(VOCABULARY, hidden, math.sqrt(hidden)),
-        "model.norm.weight": ones(hidden),
-    }
+    def memory(prefix: str, common: Tensor) -> dict[str, Tensor]:
+        """A KDA layer that returns the token that last followed the current one.
+
+        The key is the previous token (its convolution reads one place back), the query the current one, in the same
+        code; the value is the current token. beta is nearly 1, so the newest entry of a token replaces older ones.
+        """
+        made = kda("")
+
+        def codes(scale: float) -> Tensor:
+            drawn = normal(wide, hidden, scale).float()
+            return (drawn - torch.outer(drawn @ common, common) / hidden).to(torch.bfloat16)
+
+        made["q_proj.weight"] = codes(0.5)
+        made["k_proj.weight"] = made["q_proj.weight"].clone()
+        made["v_proj.weight"] = codes(1.0)
+        for name, place in (("q", -1), ("k", -2), ("v", -1)):
+            taps = torch.zeros(wide, 1, sizes.conv, device=device)
+            taps[:, :, place] = 1.0
+            made[f"{name}_conv1d.weight"] = taps.to(torch.bfloat16)
+        made["b_proj.weight"] = (common * (4.0 / COMMON / hidden)).expand(sizes.heads, hidden).to(torch.bfloat16)
+        made["dt_bias"] = torch.full((wide,), -6.0, device=device)
+        made["f_b_proj.weight"] = normal(wide, sizes.head_dim, 0.3)
+        made["g_b_proj.weight"] = torch.zeros(wide, sizes.head_dim, dtype=torch.bfloat16, device=device)
+        made["o_proj.weight"] = normal(hidden, wide, 2.0 * RECALL)  # the output norm's gate is a half
+        return {prefix + name: tensor for name, tensor in made.items()}
+
+    common = torch.randn(hidden, generator=generator, device=device)
+    common *= math.sqrt(hidden) / common.norm()
+    own = torch.randn(VOCABULARY, hidden, generator=generator, device=device)
+    embedding = COMMON * common + math.sqrt(1 - COMMON**2) * own
+    first = memory("", common)
+    found = {"model.embed_tokens.weight": embedding.to(torch.bfloat16), "model.norm.weight": ones(hidden)}
     for layer in range(sizes.layers):
         prefix = f"model.layers.{layer}."
-        found |= (kda if layer + 1 in sizes.kda_layers else attention)(prefix + "self_attn.")
+        if layer == 0:
+            found |= {f"{prefix}self_attn.{name}": tensor for name, tensor in first.items()}
+        else:
+            found |= (kda if layer + 1 in sizes.kda_layers else attention)(prefix + "self_attn.")
         found |= {f"{prefix}{norm}_layernorm.weight": ones(hidden) for norm in ("input", "post_attention")}
         found[prefix + "mlp.gate_proj.weight"] = normal(sizes.feed_forward, hidden)
         found[prefix + "mlp.up_proj.weight"] = normal(sizes.feed_forward, hidden)
         found[prefix + "mlp.down_proj.weight"] = normal(hidden, sizes.feed_forward)
-    live = torch.tensor(list(LIVE_TOKENS), device=device)
-    head = torch.zeros(VOCABULARY, hidden, dtype=torch.bfloat16, device=device)
-    head[live] = normal(len(LIVE_TOKENS), hidden, 4.0)
-    found["lm_head.weight"] = head
+    # A token's row is what the first layer adds when it recalls that token, without what all tokens share.
+    value = torch.nn.functional.silu(embedding[:256] @ first["v_proj.weight"].float().T).view(256, sizes.heads, -1)
+    value = value / value.square().mean(-1, keepdim=True).sqrt()
+    recalled = value.flatten(1) @ first["o_proj.weight"].float().T
+    recalled = recalled - recalled.mean(0)
+    head = torch.zeros(VOCABULARY, hidden, device=device)
+    head[:256] = 1.5 * recalled / recalled.norm(dim=1, keepdim=True)
+    found["lm_head.weight"] = head.to(torch.bfloat16)
     return found
+
+
+def recalls(folder: Path) -> bool:
+    """Whether a checkpoint was written by this file, so that `continuation` holds."""
+    return bool(json.loads((folder / "config.json").read_text()).get(RECALLS, False))
+
+
+def continuation(prompt: bytes, count: int) -> bytes | None:
+    """The tokens that the first layer recalls after a prompt; None when one of them has not been seen before."""
+    follower = dict(itertools.pairwise(prompt))
+    made = [prompt[-1]]
+    while len(made) <= count:
+        if made[-1] not in follower:
+            return None
+        made.append(follower[made[-1]])
+    return bytes(made[1:])
 
 
 def tokenizer() -> Tokenizer:

@@ -8,7 +8,8 @@ One GPU, offline. Three engines start side by side: `off` (vLLM's own prefill), 
 own again, with another chunk size). They take turns, so nothing else runs while one is measured.
 
 Tokens: every prompt is continued greedily. Where `on` leaves `off`, the record holds both candidates' log-probabilities
-on both sides. The control shows how often vLLM leaves itself when only its rounding changes.
+on both sides. The control shows how far vLLM leaves itself when only its rounding changes. The checkpoint that is made
+has a known continuation, with which every side is compared, too.
 
 Times: time to first token of single prompts, and a whole batch with chunked prefill; sides alternate, medians count.
 """
@@ -30,6 +31,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from kimi_linear_checkpoint import Sizes, continuation, recalls, write
 
 CANDIDATES = 8  # log-probabilities kept a token
 SINGLE_LENGTHS = (100, 1000, 4000, 8000)
@@ -245,6 +248,13 @@ def compare(want: list[dict[str, Any]], got: list[dict[str, Any]]) -> dict[str, 
     }
 
 
+def known(texts: list[str], answers: list[dict[str, Any]]) -> dict[str, int]:
+    """How many prompts have a continuation that is known beforehand, and how many of those a side continued so."""
+    expected = [continuation(text.encode(), len(answer["tokens"])) for text, answer in zip(texts, answers, strict=True)]
+    right = sum(want == bytes(answer["tokens"]) for want, answer in zip(expected, answers) if want is not None)
+    return {"prompts": sum(want is not None for want in expected), "right": right}
+
+
 def _gap(step: dict[int, float], best: int, other: int) -> float | None:
     """By how much a side preferred its token; None when the other was not among its candidates."""
     return step[best] - step[other] if other in step else None
@@ -303,13 +313,11 @@ def record(settings: Settings, count: int, rounds: int, control: bool, out: Path
             raise RuntimeError(f"rapidkda must serve the engine 'on' and no other, got {found['engines']}")
         texts = prompts(lengths, seed=1)
         found["lengths"] = lengths
-        for side, server in started.items():
-            answers[side] = server.ask("compare", texts, settings.max_tokens)
-            if side != "off":
-                found["tokens"][side] = compare(answers["off"], answers[side])
-            keep()
-        found["distinct_tokens"] = len({token for answer in answers["off"] for token in answer["tokens"]})
         sides = ("off", "on")
+        for side in sides:
+            answers[side] = started[side].ask("compare", texts, settings.max_tokens)
+        found["tokens"]["on"] = compare(answers["off"], answers["on"])
+        keep()
         for length in [length for length in SINGLE_LENGTHS if length <= longest]:
             runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
             for turn in range(rounds + 1):  # the first turn compiles what the length needs
@@ -320,11 +328,17 @@ def record(settings: Settings, count: int, rounds: int, control: bool, out: Path
             )
             keep()
         runs = {side: [] for side in sides}
-        for turn in range(rounds):
+        for turn in range(rounds):  # the comparison was their warm-up
             for side in sides if turn % 2 else sides[::-1]:
                 runs[side].append(started[side].ask("time", texts, settings.max_tokens))
             found["batch"] = {side: median_times(runs[side]) for side in sides}
             keep()
+        if control:
+            answers["control"] = started["control"].ask("compare", texts, settings.max_tokens)
+            found["tokens"]["control"] = compare(answers["off"], answers["control"])
+    if recalls(Path(settings.model)):
+        found["known"] = {side: known(texts, answer) for side, answer in answers.items()}
+    keep()
     return found
 
 
@@ -346,8 +360,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model
         if model is None:
-            from kimi_linear_checkpoint import Sizes, write
-
             model = scratch
             write(Path(scratch), Sizes(layers=arguments.layers), seed=0)
         settings = Settings(
@@ -366,6 +378,8 @@ def main() -> None:
             f"gap where they part {tokens['largest_gap']:.4f}, log-probabilities differ by at most "
             f"{tokens['logprob_difference_max']:.4f}, on average {tokens['logprob_difference_mean']:.5f}"
         )
+    for side, counts in found.get("known", {}).items():
+        print(f"{side}: {counts['right']} of {counts['prompts']} known continuations")
     for row in found["first_token"]:
         off, on = (1e3 * row[side]["seconds"] for side in ("off", "on"))
         print(f"first token of {row['prompt_tokens']}: off {off:.1f} ms, on {on:.1f} ms")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,31 +12,41 @@ import torch
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
-def test_checkpoint_is_a_kimi_linear_model_with_a_byte_tokenizer(tmp_path: Path) -> None:
+def test_checkpoint_is_a_kimi_linear_model_with_a_byte_tokenizer_and_a_known_continuation(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.17")
-    checkpoint = script("kimi_linear_checkpoint")
-    sizes = checkpoint.Sizes(layers=4, hidden=64, heads=2, feed_forward=128, latent=32)
-    checkpoint.write(tmp_path, sizes, seed=3)
+    checkpoint = importlib.import_module("kimi_linear_checkpoint")
+    record = importlib.import_module("vllm_record")
+    checkpoint.write(tmp_path, checkpoint.Sizes(layers=4, hidden=384, heads=4, feed_forward=512), seed=3)
+    assert checkpoint.recalls(tmp_path)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert {name: found for name, found in report.items() if found} == {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "héllo,\n  \x00world"
-    ids = tokenizer(text).input_ids
-    assert bytes(ids) == text.encode()
-    assert tokenizer.decode(ids) == text
+    assert bytes(tokenizer(text).input_ids) == text.encode()
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    (prompt,) = record.prompts([150], seed=5)
+    ids = torch.tensor([tokenizer(prompt).input_ids])
     with torch.no_grad():
-        chosen = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
-    assert set(chosen.tolist()) <= set(checkpoint.LIVE_TOKENS)
+        chosen = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert bytes(chosen.tolist()) == checkpoint.continuation(prompt.encode(), 12)
+
+
+def test_known_continuations() -> None:
+    checkpoint = importlib.import_module("kimi_linear_checkpoint")
+    record = importlib.import_module("vllm_record")
+    assert checkpoint.continuation(b"abacad", 1) is None  # nothing has followed d
+    assert checkpoint.continuation(b"abacada", 4) == b"dada"
+    assert checkpoint.continuation(b"xyzx", 3) == b"yzx"
+    texts = ["xyzx", "abacad", "abacada"]
+    answers = [answer(list(tokens), []) for tokens in (b"yzx", b"aaa", b"dad")]
+    assert record.known(texts, answers) == {"prompts": 2, "right": 2}
+    answers[0] = answer(list(b"yzy"), [])
+    assert record.known(texts, answers) == {"prompts": 2, "right": 1}
 
 
 def answer(tokens: list[int], steps: list[dict[int, float]]) -> dict[str, object]:
@@ -46,7 +54,7 @@ def answer(tokens: list[int], steps: list[dict[int, float]]) -> dict[str, object
 
 
 def test_first_divergence_and_log_probabilities_before_it() -> None:
-    record = script("vllm_record")
+    record = importlib.import_module("vllm_record")
     same = [{1: -0.1, 2: -3.0}, {1: -0.5, 2: -1.0}, {1: -0.2, 2: -2.0}]
     near = [{1: -0.1, 2: -3.0}, {1: -0.8, 2: -0.7}, {2: -9.0, 3: -0.1}]
     want = [answer([1, 1, 1], same), answer([1, 1, 1], same)]
@@ -63,7 +71,7 @@ def test_first_divergence_and_log_probabilities_before_it() -> None:
 
 
 def test_lengths_span_their_range_and_prompts_have_them() -> None:
-    record = script("vllm_record")
+    record = importlib.import_module("vllm_record")
     lengths = record.spread(50, 100, 8000)
     assert (len(lengths), min(lengths), max(lengths)) == (50, 100, 8000)
     assert lengths != sorted(lengths)
@@ -72,7 +80,7 @@ def test_lengths_span_their_range_and_prompts_have_them() -> None:
 
 
 def test_medians() -> None:
-    record = script("vllm_record")
+    record = importlib.import_module("vllm_record")
     runs = [
         {"seconds": seconds, "prompt_tokens": 300, "output_tokens": 6, "first_token_seconds": [seconds / 2]}
         for seconds in (3.0, 1.0, 2.0)
