@@ -25,11 +25,11 @@ PART_BYTES = 64  # of a part of a head besides its states: 8 flags and its seam
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a round of CTAs costs at least, and what a
 # chunk costs while it runs. Unbounded gates cost about 1.2 times as much in every form, so the choice is the same.
 WHOLE_START_US, WHOLE_US = 14.6, 1.30
-PAIR_START_US, PAIR_US = 9.0, 0.77
-PARALLEL_START_US, TRANSITION_US = 45.0, 0.88  # four launches and the composition
+PAIR_START_US, PAIR_US = 11.5, 0.73
+PARALLEL_START_US, TRANSITION_US = 44.0, 0.94  # four launches and the composition
 COMPOSE_US = 1.0  # a part
-SEAMS_US, HANDOVER_US = 6.0, 3.0  # a launch that finds nothing forgotten; a part's wait for its start
-HANDOVER_PREMIUM = 1.03  # over the pair form where nothing is forgotten, for parts times the speed where all is
+HANDOVER_START_US, HANDOVER_US = 16.0, 1.1  # over a pair where nothing is forgotten: two launches, a wait of each part
+HANDOVER_PREMIUM = 1.05  # the most that may cost, for parts times the speed where all is forgotten
 LEAST_PART_CHUNKS = 24  # of a handover: several times a warm-up
 
 
@@ -79,7 +79,7 @@ def plan_prefill(segments: int, total_chunks: int, longest_chunks: int, value_he
     (form, parts), best = min(costs.items(), key=lambda item: item[1])
     if form == "pair":
         for more in range(2, MAX_PARTS + 1):
-            us = best + SEAMS_US + HANDOVER_US * (more - 1)
+            us = best + HANDOVER_START_US + HANDOVER_US * (more - 1)
             if 2 * chains * more <= sms and longest_chunks >= more * LEAST_PART_CHUNKS:
                 costs["handover", more] = us
                 if us <= HANDOVER_PREMIUM * best:
