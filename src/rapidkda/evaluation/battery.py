@@ -172,6 +172,9 @@ class Battery:
     ) -> Report:
         """Judge every candidate; one that fails does not keep the others from their turn.
 
+        Speculation follows when all are judged, in models as they are served: for the candidates of the comparison
+        "model", or for all where there are none.
+
         Args:
             candidates: to judge.
             judged: results of `judge` for each of them from elsewhere (`rapidkda.evaluation.parallel`).
@@ -184,8 +187,9 @@ class Battery:
             report.judged.append(found)
             tell(f"{found.name}, {found.comparison}: judged in {found.seconds:.0f} s")
             keep(report)
+        served = [pair for pair in zip(candidates, report.judged) if pair[0].comparison == "model"]
         if self.models.head is not None and self.sizes.prompts:
-            for candidate, found in zip(candidates, report.judged):
+            for candidate, found in served or zip(candidates, report.judged):
                 if found.error is None:
                     tell(f"{found.name}, {found.comparison}: speculation")
                     self.speculate(candidate, found)
