@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from rapidkda.backends.cuda.host import prefill as host
 from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, FormName, Plan, workspace_bytes
 from rapidkda.device import Device
 from rapidkda.ops import kinds
+from rapidkda.segments import Checkpoints, Segments
 from rapidkda.testing import Inputs, Shape, activated, bar, make_inputs, worst_output_error, worst_state_error
 
 FORGOTTEN, MOST_WARM_UP = 2.0**-126, 8  # as csrc/seams.cu has them
@@ -63,7 +66,9 @@ hopper = pytest.mark.skipif(bool(on_hopper()), reason=on_hopper() or "runs here"
 PARTS = [("handover", 2), ("handover", 4), ("parallel", 2), ("parallel", 4)]
 
 
-def run(inputs: Inputs, form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+def run(
+    inputs: Inputs, form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and seams [N, P, HV] of a call in place on a pool."""
     monkeypatch.setattr(host, "plan", lambda call, sms: Plan(form, parts, 0.0, ()))
     kinds.forget()  # they hold plans
@@ -82,6 +87,7 @@ def run(inputs: Inputs, form: FormName, parts: int, monkeypatch: pytest.MonkeyPa
         out=out,
         workspace=workspace,
         backend="cuda",
+        **options,
     )
     small = workspace[states:].view(torch.int32)[8 * units : 9 * units]
     return out, pool, small.view(len(inputs.spans), parts, inputs.v.shape[1]).cpu()
@@ -182,6 +188,28 @@ def test_write_strengths_count(
     want, state = inputs.expected()
     assert worst_output_error(out, want, inputs.spans) <= bar("fast", torch.bfloat16).out
     assert worst_state_error(final, state) <= bar("fast", torch.bfloat16).state
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "parts"), PARTS)
+def test_warm_ups_export_nothing(form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints before, at and behind the seams are those of the parts that own them."""
+    inputs = make_inputs(Shape("t", (512,), 2), "fast", dtype=torch.bfloat16, device="cuda", seed=7)
+    offsets = [16, 96, 112, 128, 144, 240, 256, 272, 384, 512]
+    table = Checkpoints.build([(0, offset, row) for row, offset in enumerate(offsets)], 1, torch.device("cuda"))
+    exported = torch.full((len(offsets), *inputs.states.shape[1:]), float("nan"), device="cuda")
+    seams = run(inputs, form, parts, monkeypatch, checkpoints=table, checkpoint_pool=exported)[2]
+    assert bool((seams[:, 1:] > 0).all())
+    for row, offset in enumerate(offsets):
+        cut = replace(
+            inputs,
+            **{name: getattr(inputs, name)[:offset] for name in ("q", "k", "v", "g", "beta")},
+            segments=Segments.from_lengths([offset], torch.device("cuda")),
+        )
+        assert worst_state_error(exported[row : row + 1], cut.expected()[1]) <= bar("fast", torch.bfloat16).state, (
+            offset
+        )
 
 
 @hopper
