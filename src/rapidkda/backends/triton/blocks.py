@@ -59,9 +59,14 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def high_low(x):
-    """x as a sum of two bfloat16 numbers, 16 bits of mantissa together."""
-    high = narrow(x, tl.bfloat16)
-    return high, narrow(x - high.to(tl.float32), tl.bfloat16)
+    """x as a sum of two bfloat16 numbers, 16 bits of mantissa together. The first is cut off, which takes no conversion."""
+    bits = x.to(tl.int32, bitcast=True) & -65536
+    rest = x - bits.to(tl.float32, bitcast=True)
+    if INTERPRETED:
+        high = bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, narrow(rest, tl.bfloat16)
 
 
 @triton.jit

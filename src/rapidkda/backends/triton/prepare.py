@@ -36,7 +36,6 @@ from .blocks import (
     high_low,
     log_decay,
     narrow,
-    power_of_two,
     write_strength,
 )
 
@@ -49,10 +48,11 @@ def _sizes(p_x, offsets, rows, L2NORM: tl.constexpr):
     """Of rows x [C, K]: a power of two near the inverse norm, and what is left to apply once x is scaled by it."""
     x = tl.load(p_x + offsets, mask=rows, other=0.0).to(tl.float32)
     squares = tl.sum(x * x, 1)
-    size, inverse = power_of_two(tl.sqrt(squares), -60, 60)
+    bits = ((squares.to(tl.int32, bitcast=True) >> 23) + 127) >> 1 << 23  # half the exponent: of the norm
+    size = bits.to(tl.float32, bitcast=True)
     if L2NORM:
         size = size * tl.rsqrt(squares + L2_EPS)
-    return inverse, size
+    return (0x7F000000 - bits).to(tl.float32, bitcast=True), size
 
 
 @triton.jit
