@@ -13,12 +13,11 @@ from rapidkda.problem import Sizes
 from rapidkda.segments import Segments
 
 H200 = 132
-TILE = 32
 BLOCKS = (2, 2)  # value and key rows of 128 in blocks of 64
 
 
 def cut(lens: list[int], heads: int) -> plan.Cut:
-    return plan.cut(Segments.from_lengths(lens), TILE, sum(lens), heads, BLOCKS, H200)
+    return plan.cut(Segments.from_lengths(lens), sum(lens), heads, BLOCKS, H200)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -37,11 +36,11 @@ def test_a_workspace_serves_every_smaller_call(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("lens", "heads"), [([16384], 16), ([2048], 4), ([9000, 17, 0, 4000], 8), ([5] * 40, 64)])
 def test_the_call_fits_the_planned_workspace(lens: list[int], heads: int) -> None:
     chosen = cut(lens, heads)
-    record = plan.record_bytes(TILE, 128, False)
-    tiles = plan.max_tiles(TILE, sum(lens), len(lens))
+    record = plan.record_bytes(128, False)
+    tiles = plan.max_tiles(sum(lens), len(lens))
     used = plan.Layout.of(tiles, chosen.parts, len(lens), heads, 128, 128, record)
     assert used.total <= plan.workspace_bytes(Sizes(sum(lens), len(lens), heads, heads))
-    assert tiles >= sum(-(-length // TILE) for length in lens)
+    assert tiles >= sum(-(-length // plan.CHUNK) for length in lens)
 
 
 def test_few_long_sequences_are_cut_and_many_are_not() -> None:
@@ -56,7 +55,7 @@ def test_parts_are_bounded_and_cover_the_sequence() -> None:
     for length, heads in itertools.product((100, 1000, 10000, 100000), (1, 2, 12, 16, 96)):
         chosen = cut([length], heads)
         if chosen.parts:
-            tiles = -(-length // TILE)
+            tiles = -(-length // plan.CHUNK)
             assert chosen.parts * heads <= plan.MAX_CARRIES
             assert chosen.part_tiles >= plan.MIN_PART_TILES
             assert (chosen.parts - 1) * chosen.part_tiles < tiles <= chosen.parts * chosen.part_tiles
@@ -65,10 +64,10 @@ def test_parts_are_bounded_and_cover_the_sequence() -> None:
 def test_a_cut_is_taken_only_where_it_is_predicted_to_pay() -> None:
     for length, heads in itertools.product((512, 4096, 32768), (4, 16, 64)):
         chosen = cut([length], heads)
-        tiles = np.array([-(-length // TILE)])
-        whole = plan.predicted_whole(TILE, tiles, heads, BLOCKS, H200)
+        tiles = np.array([-(-length // plan.CHUNK)])
+        whole = plan.predicted_whole(tiles, heads, BLOCKS, H200)
         if chosen.parts:
-            assert plan.predicted(TILE, tiles, np.array([chosen.parts]), heads, BLOCKS, H200) < whole
+            assert plan.predicted(tiles, np.array([chosen.parts]), heads, BLOCKS, H200) < whole
 
 
 def test_the_cost_model_predicts_what_was_measured() -> None:
@@ -82,9 +81,9 @@ def test_the_cost_model_predicts_what_was_measured() -> None:
         ([8192] * 2, 16, 4, 373),
         ([2048], 16, 4, 73),
     ):
-        tiles = np.array(lens) // 16
+        tiles = np.array(lens) // plan.CHUNK
         if parts == 1:
-            got = plan.predicted_whole(16, tiles, heads, BLOCKS, H200)
+            got = plan.predicted_whole(tiles, heads, BLOCKS, H200)
         else:
-            got = plan.predicted(16, tiles, np.full(len(lens), parts), heads, BLOCKS, H200)
+            got = plan.predicted(tiles, np.full(len(lens), parts), heads, BLOCKS, H200)
         assert got == pytest.approx(measured, rel=0.2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...device import Device
-from .plan import TILES, key_matrices
+from .plan import CHUNK, key_matrices
 
 # Shared memory of a program, bytes. What is not listed gets the least of them.
 _SHARED = {
@@ -29,11 +29,9 @@ _SCRATCH = 24 << 10  # layout conversions, beside the pipelined tiles
 class Config:
     """Compile-time choices of a prefill."""
 
-    tile: int  # tokens of a record
     value_block: int  # value rows of a scan program
     slice: int  # channels that the preparation takes at a time
     prepare_warps: int
-    prepare_stages: int
     prepare_registers: int | None  # most of a thread: fewer let more programs run side by side
     scan_warps: int
     stages: int
@@ -54,8 +52,6 @@ class Machine:
         if device.vendor == "nvidia":
             shared = _SHARED.get(device.capability or (0, 0), _LEAST_NVIDIA)
             return Machine(device.vendor, shared, units, "tf32x3")
-        if device.vendor == "cpu":  # the interpreter holds anything
-            return Machine(device.vendor, 1 << 30, units, "ieee")
         return Machine(device.vendor, _SHARED.get(device.arch or "", _LEAST_AMD), units, "ieee")
 
 
@@ -67,31 +63,20 @@ def machine(device: torch.device) -> Machine:
 
 
 @functools.lru_cache(maxsize=256)
-def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, exports: bool) -> Config:
-    """The configuration of a call. One that exports states takes the smallest tiles: states exist between them."""
-    large = precise or key_dim > 128
+def choose(where: Machine, key_dim: int, value_dim: int, precise: bool) -> Config:
+    """The configuration of a call: as deep a pipeline of tiles, up to three, as shared memory holds."""
     block = 32 if precise and key_dim > 128 else 64  # float32 states are operands in shared memory
-    size, stages = _fitting(where, key_dim, block, precise, TILES[:1] if large or exports else TILES[::-1])
+    tile = (4 if precise else 2) * CHUNK * (key_matrices(precise) * key_dim + block + 4 * CHUNK)
+    stages = 3
+    while stages > 1 and stages * tile + _SCRATCH > where.shared:
+        stages -= 1
+    large = precise or key_dim > 128
     return Config(
-        tile=size,
         value_block=block,
-        slice=64 if large or size == TILES[0] else 32,
+        slice=64 if large else 32,
         prepare_warps=4 if large else 1,
-        prepare_stages=1,
-        prepare_registers=None if large or where.vendor != "nvidia" else 168,
+        prepare_registers=None if large or where.vendor != "nvidia" else 128,
         scan_warps=4,
         stages=stages,
         precision=where.precision,
     )
-
-
-def _fitting(where: Machine, key_dim: int, block: int, precise: bool, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """The first tile of `sizes` of which a pipeline of two fits, else the last, and how many fit, up to three tiles of
-    16 tokens or two of more: deeper ones leave a multiprocessor to a single program."""
-    for size in sizes:
-        tile = (4 if precise else 2) * size * (key_matrices(precise) * key_dim + block + 4 * size)
-        most = 3 if size == TILES[0] else 2
-        stages = min(most, (where.shared - _SCRATCH) // tile)
-        if stages >= 2:
-            break
-    return size, max(stages, 1)

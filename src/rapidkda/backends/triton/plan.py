@@ -1,7 +1,7 @@
 """What a prefill call runs: tiles, parts, and where everything lies in the workspace. Plain arithmetic.
 
-A segment is cut into tiles of C = 16 or 32 tokens. A tile and a value head have one record, written by the preparation
-and read by the scan:
+A segment is cut into tiles of C = 16 tokens. A tile and a value head have one record, written by the preparation and
+read by the scan:
 
     kd [C, K] | qd [C, K] | kr [C, K] | kr's low part [C, K] | T [C, C] | T's low part [C, C] | aq [C, C] |
     decay [K] | n [C] | q_scale [C]
@@ -22,7 +22,7 @@ from ...problem import Sizes
 from ...segments import Segments
 
 ALIGNMENT = 256  # bytes
-TILES = (16, 32)  # tokens of a tile; states are exported after any multiple of the first
+CHUNK = 16  # tokens of a tile; states can be exported after any of them
 MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bounds the scratch for their states
 MIN_PART_TILES = 4
 CUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of parts of the longest segment that are considered
@@ -37,15 +37,15 @@ def key_matrices(precise: bool) -> int:
     return 3 if precise else 4
 
 
-def record_bytes(tile: int, key_dim: int, precise: bool) -> int:
-    """Size of the record of `tile` tokens, a multiple of ALIGNMENT."""
-    matrices = tile * (key_matrices(precise) * key_dim + (2 if precise else 3) * tile)
-    return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * tile))
+def record_bytes(key_dim: int, precise: bool) -> int:
+    """Size of one record, a multiple of ALIGNMENT."""
+    matrices = CHUNK * (key_matrices(precise) * key_dim + (2 if precise else 3) * CHUNK)
+    return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * CHUNK))
 
 
-def max_tiles(tile: int, tokens: int, segments: int) -> int:
-    """Most tiles of `tile` tokens that `segments` disjoint segments of `tokens` tokens can have."""
-    return tokens // tile + segments
+def max_tiles(tokens: int, segments: int) -> int:
+    """Most tiles that `segments` disjoint segments of `tokens` tokens can have."""
+    return tokens // CHUNK + segments
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,12 @@ class Layout:
 
 
 def workspace_bytes(sizes: Sizes) -> int:
-    """Scratch of any prefill within `sizes`, whatever its tiles are and however it is cut."""
-    totals = []
-    for tile in TILES:
-        record = record_bytes(tile, sizes.key_dim, sizes.dtype == torch.float32)
-        tiles = max_tiles(tile, sizes.tokens, sizes.segments)
-        parts = max_parts(tiles, sizes.value_heads)
-        layout = Layout.of(tiles, parts, sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record)
-        totals.append(layout.total)
-    return max(totals)
+    """Scratch of any prefill within `sizes`, however it is cut."""
+    record = record_bytes(sizes.key_dim, sizes.dtype == torch.float32)
+    tiles = max_tiles(sizes.tokens, sizes.segments)
+    parts = max_parts(tiles, sizes.value_heads)
+    layout = Layout.of(tiles, parts, sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record)
+    return layout.total
 
 
 def max_parts(tiles: int, value_heads: int) -> int:
@@ -110,60 +107,57 @@ class Costs:
     compose: float  # latency of one link of the chain of parts
 
 
-COSTS = {16: Costs(step=0.77, share=0.59, launch=3.0, compose=4.2), 32: Costs(1.2, 0.8, 3.0, 4.2)}  # by tile
+COSTS = Costs(step=0.77, share=0.59, launch=3.0, compose=4.2)
 
 
-def cut(segments: Segments, tile: int, tokens: int, value_heads: int, blocks: tuple[int, int], units: int) -> Cut:
+def cut(segments: Segments, tokens: int, value_heads: int, blocks: tuple[int, int], units: int) -> Cut:
     """Whether a call's segments run as parts side by side, and how long a part is.
 
     From the host's lengths where it has them, else from the maxima that the call is launched for. `blocks` are the
     programs a head needs for its value rows and for its key rows.
     """
     if segments.host is not None:
-        tiles = -(-segments.host[1] // tile)
+        tiles = -(-segments.host[1] // CHUNK)
     else:
-        tiles = np.full(segments.count, -(-min(segments.max_length, tokens) // tile))
+        tiles = np.full(segments.count, -(-min(segments.max_length, tokens) // CHUNK))
     longest = int(tiles.max(initial=0))
-    most = max_parts(max_tiles(tile, tokens, segments.count), value_heads)
+    most = max_parts(max_tiles(tokens, segments.count), value_heads)
     if longest < 2 * MIN_PART_TILES or most < 2:
         return NO_CUT
-    return cut_of(tile, tuple(tiles.tolist()), value_heads, blocks, units, most)
+    return cut_of(tuple(tiles.tolist()), value_heads, blocks, units, most)
 
 
 @functools.lru_cache(maxsize=512)
-def cut_of(tile: int, tiles: tuple[int, ...], value_heads: int, blocks: tuple[int, int], units: int, most: int) -> Cut:
+def cut_of(tiles: tuple[int, ...], value_heads: int, blocks: tuple[int, int], units: int, most: int) -> Cut:
     """The cheapest cut of segments of `tiles` tiles each into at most `most` parts together, by the cost model."""
     counts = np.asarray(tiles)
     longest = int(counts.max())
-    best, best_cost = NO_CUT, predicted_whole(tile, counts, value_heads, blocks, units)
+    best, best_cost = NO_CUT, predicted_whole(counts, value_heads, blocks, units)
     for wanted in CUTS:
         part_tiles = -(-longest // wanted)
         parts = np.maximum(-(-counts // part_tiles), 1)
         if part_tiles < MIN_PART_TILES or parts.sum() > most or parts.max() < 2:
             continue
-        cost = predicted(tile, counts, parts, value_heads, blocks, units)
+        cost = predicted(counts, parts, value_heads, blocks, units)
         if cost < best_cost:
             best, best_cost = Cut(int(parts.sum()), part_tiles), cost
     return best
 
 
-def predicted_whole(tile: int, tiles: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int) -> float:
+def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int) -> float:
     """Microseconds of the scan over segments that are not cut."""
-    return _pass(COSTS[tile], int(tiles.max()), int(tiles.sum()) * value_heads * blocks[0], units)
+    return _pass(int(tiles.max()), int(tiles.sum()) * value_heads * blocks[0], units)
 
 
-def predicted(
-    tile: int, tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int
-) -> float:
+def predicted(tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int) -> float:
     """Microseconds of the three passes over segments that are cut into `parts`."""
     length = int((-(-tiles // parts)).max())
     own = (tiles * (parts - 1) / parts).sum() * blocks[0]
     transition = (tiles * np.maximum(parts - 2, 0) / parts).sum() * blocks[1]
-    costs = COSTS[tile]
-    first = _pass(costs, length, (own + transition) * value_heads, units)
-    second = _pass(costs, length, tiles.sum() * value_heads * blocks[0], units)
-    return first + second + costs.launch + costs.compose * float(parts.max() - 2)
+    first = _pass(length, (own + transition) * value_heads, units)
+    second = _pass(length, tiles.sum() * value_heads * blocks[0], units)
+    return first + second + COSTS.launch + COSTS.compose * float(parts.max() - 2)
 
 
-def _pass(costs: Costs, longest: int, steps: float, units: int) -> float:
-    return costs.launch + max(longest * costs.step, steps * costs.share / units)
+def _pass(longest: int, steps: float, units: int) -> float:
+    return COSTS.launch + max(longest * COSTS.step, steps * COSTS.share / units)

@@ -45,11 +45,11 @@ class Prepared:
         device, heads, key_dim, value_dim = tokens.q.device, tokens.value_heads, tokens.key_dim, tokens.value_dim
         precise = tokens.q.dtype == torch.float32
         where = config.machine(device)
-        self.choice = choice = config.choose(where, key_dim, value_dim, precise, _exported(call) is not None)
+        self.choice = choice = config.choose(where, key_dim, value_dim, precise)
         self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
-        self.cut = plan.cut(segments, choice.tile, tokens.count, heads, self.blocks, where.units)
-        tiles = plan.max_tiles(choice.tile, tokens.count, segments.count)
-        record = plan.record_bytes(choice.tile, key_dim, precise)
+        self.cut = plan.cut(segments, tokens.count, heads, self.blocks, where.units)
+        tiles = plan.max_tiles(tokens.count, segments.count)
+        record = plan.record_bytes(key_dim, precise)
         layout = plan.Layout.of(tiles, self.cut.parts, segments.count, heads, key_dim, value_dim, record)
         self.scratch_bytes = layout.total
         self.record_units = record // plan.ALIGNMENT
@@ -59,7 +59,7 @@ class Prepared:
             (segments.count + 1, 1, 1),
             (segments.count, tiles, self.cut.parts, self.cut.part_tiles),
             (segments.first_token.stride(0), segments.length.stride(0)),
-            (choice.tile, TABLE_BLOCK),
+            (plan.CHUNK, TABLE_BLOCK),
             num_warps=4,
             views=VIEWS[:1],
         )
@@ -75,15 +75,7 @@ class Prepared:
                 *launch.scalars(tokens),
             ),
             launch.strides(tokens, values=False),
-            (
-                *launch.constants(tokens)[:-1],
-                choice.tile,
-                choice.slice,
-                self.record_units,
-                precise,
-                choice.precision,
-                choice.prepare_stages,
-            ),
+            (*launch.constants(tokens)[:-1], choice.slice, self.record_units, precise, choice.precision),
             num_warps=choice.prepare_warps,
             views=(None,) * len(launch.inputs(tokens, values=False)) + VIEWS,
             registers=choice.prepare_registers,
@@ -163,7 +155,7 @@ class Prepared:
             (
                 tokens.key_dim,
                 tokens.value_dim,
-                choice.tile,
+                plan.CHUNK,
                 choice.value_block,
                 self.record_units,
                 call.state_v_first,

@@ -39,7 +39,7 @@ from .blocks import (
     write_strength,
 )
 
-C = tl.constexpr(16)  # tokens of a block
+C = tl.constexpr(16)  # tokens of a tile
 LIMIT = tl.constexpr(116.0)  # 16 tokens of the strongest bounded gate; 2^116 and 2^-116 are ordinary numbers
 
 
@@ -123,113 +123,21 @@ def _as(x, pointer):
     return narrow(x, pointer.dtype.element_ty)
 
 
-@triton.jit
-def _scalars(p_q, p_k, p_beta, token, valid, k_rows, q_rows, b_rows, scale, beta_scale,
-    LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Per row of a block: powers of two that scale keys and queries, what is left of their sizes, b n and b n^2."""
-    channels = tl.arange(0, K)[None, :]
-    inverse_key, key_size = _sizes(p_k, k_rows + channels, valid[:, None], L2NORM)
-    inverse_query, query_size = _sizes(p_q, q_rows + channels, valid[:, None], L2NORM)
-    b = tl.load(p_beta + b_rows, mask=valid, other=0.0).to(tl.float32)
-    b_value = tl.where(valid, write_strength(b, beta_scale, LOGITS), 0.0) * key_size
-    return inverse_key, inverse_query, key_size, query_size * scale, b_value, b_value * key_size
-
-
-@triton.jit
-def _slice(
-    p_q, p_k, p_g, p_a_log, p_dt_bias, k_rows, q_rows, g_rows, rows, channels, head, lower_bound,
-    inverse_key, inverse_query, lane,
-    GATE: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Some channels of a block: what they add to its two matrices of pairs, keys and queries decayed since its start,
-    keys decayed to its end [C, SLICE], and its whole decay [SLICE]."""
-    APART: tl.constexpr = PRECISE and GATE != BOUNDED
-    g = tl.load(p_g + g_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
-    k = tl.load(p_k + k_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
-    q = tl.load(p_q + q_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
-    bias = gate_bias(p_dt_bias, head, channels, K, SLICE)[None, :]
-    g = log_decay(g, bias, p_a_log, tl.where(rows, lower_bound, 0.0), head, GATE, LOG2_E)
-    if GATE != BOUNDED:
-        g = tl.where(g < -192.0, -192.0, g)  # 2^-192 is 0; deeper only loses digits of what follows
-        g = tl.where(rows, g, 0.0)
-    if APART:  # steep decays, lest they take the digits of the slow ones around them
-        steep = tl.where(g < -8.0, g, 0.0)
-        slow = tl.cumsum(g - steep, 0)
-        steep = tl.cumsum(steep, 0)
-        total = slow + steep
-    else:
-        total = tl.cumsum(g, 0)
-        slow = total
-        steep = total
-    whole = _row(total, lane, C - 1)
-    decay = exp2(whole)
-    near = exp2(total)
-    keys = k * inverse_key[:, None]
-    queries = q * inverse_query[:, None]
-    near_keys = keys * near
-    near_queries = queries * near
-    if GATE == BOUNDED:
-        past = keys * exp2(-total)
-    else:
-        past = keys * exp2(tl.minimum(-total, LIMIT))
-    if PRECISE:  # summed from the end: what is decayed least keeps all its digits
-        end_keys = keys * exp2(tl.cumsum(g, 0, reverse=True) - g)
-    elif GATE == BOUNDED:
-        end_keys = past * decay[None, :]
-    else:
-        end_keys = keys * exp2(whole[None, :] - total)
-    past = tl.trans(past)
-    kk = _product(near_keys, past, PRECISE, PRECISION)
-    qk = _product(near_queries, past, PRECISE, PRECISION)
-    if GATE != BOUNDED:
-        kk, qk = _redo_rows(keys, queries, kk, qk, total, slow, steep, lane, APART)
-    return kk, qk, near_keys, near_queries, end_keys, decay
-
-
-@triton.jit
-def _store_slice(p_near, p_fine, rows, channels, keys, queries, end_keys, K: tl.constexpr, TILE: tl.constexpr,
-    PRECISE: tl.constexpr,
-):  # fmt: skip
-    """Rows of kd, qd and kr."""
-    offsets = rows[:, None] * K + channels[None, :]
-    tl.store(p_near + offsets, _as(keys, p_near))
-    tl.store(p_near + TILE * K + offsets, _as(queries, p_near))
-    high = _as(end_keys, p_fine)
-    tl.store(p_fine + 2 * TILE * K + offsets, high)
-    if not PRECISE:
-        tl.store(p_fine + 3 * TILE * K + offsets, _as(end_keys - high.to(tl.float32), p_fine))
-
-
-@triton.jit
-def _store_pairs(p_near, p_fine, row, column, t, aq, TILE: tl.constexpr, PRECISE: tl.constexpr):
-    """A block of T and of aq."""
-    offsets = row[:, None] * TILE + column[None, :]
-    if PRECISE:
-        tl.store(p_near + offsets, t)
-        tl.store(p_near + TILE * TILE + offsets, aq)
-    else:
-        high, low = high_low(t)
-        tl.store(p_near + offsets, high)
-        tl.store(p_near + TILE * TILE + offsets, low)
-        tl.store(p_fine + 2 * TILE * TILE + offsets, _as(aq, p_fine))
-
-
 @triton.jit(do_not_specialize=["tile_table", "tiles", "record_start", "heads", "group"])
 def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp16, p_fp32,
     tile_table, tiles, record_start, heads, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h,
-    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
-    SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr,
+    SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile, of one block or two, of one value head. Grid (tiles * HV); RECORD, record_start in units of 256 bytes.
+    """One tile of one value head. Grid (tiles * HV); RECORD and record_start in units of 256 bytes.
 
     Channels are taken SLICE at a time, so that little is live at once. Rows past a segment's end act as b = 0, g = 0.
     """
-    TWO: tl.constexpr = TILE == 2 * C
-    PAIRS: tl.constexpr = (3 if PRECISE else 4) * TILE * K
-    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 3) * TILE * TILE
+    APART: tl.constexpr = PRECISE and GATE != BOUNDED
+    PAIRS: tl.constexpr = (3 if PRECISE else 4) * C * K
+    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 3) * C * C
     tile = tl.program_id(0) // heads
     head = (tl.program_id(0) % heads).to(tl.int64)
     count = tl.load(p_table + tile_table + tiles + tile)
@@ -247,71 +155,82 @@ def prepare_kernel(
         p_vectors = p_fp32 + record * 64 + VECTORS // 2
     lane = tl.arange(0, C)
     valid = lane < count
-    token = (first + lane)[:, None]
+    rows = valid[:, None]
+    token = first + lane
     key_head = head // group
-    k_rows = token * k_t + key_head * k_h
-    q_rows = token * q_t + key_head * q_h
-    g_rows = token * g_t + head * g_h
-    b_rows = (first + lane) * b_t + head * b_h
-    inverse_key, inverse_query, key_size, query_size, b_value, b_key = _scalars(
-        p_q, p_k, p_beta, token, valid, k_rows, q_rows, b_rows, scale, beta_scale, LOGITS, L2NORM, K
-    )
+    k_rows = token[:, None] * k_t + key_head * k_h
+    q_rows = token[:, None] * q_t + key_head * q_h
+    inverse_key, key_size = _sizes(p_k, k_rows + tl.arange(0, K)[None, :], rows, L2NORM)
+    inverse_query, query_size = _sizes(p_q, q_rows + tl.arange(0, K)[None, :], rows, L2NORM)
     tl.store(p_vectors + K + lane, key_size)
-    tl.store(p_vectors + K + TILE + lane, query_size)
+    tl.store(p_vectors + K + C + lane, query_size * scale)
+    b = tl.load(p_beta + token * b_t + head * b_h, mask=valid, other=0.0).to(tl.float32)
+    b_value = tl.where(valid, write_strength(b, beta_scale, LOGITS), 0.0) * key_size
+    b_key = b_value * key_size
     kk = tl.zeros([C, C], tl.float32)
     qk = tl.zeros([C, C], tl.float32)
-    if TWO:
-        valid_2 = lane + C < count
-        inverse_key_2, inverse_query_2, key_size_2, query_size_2, b_value_2, b_key_2 = _scalars(
-            p_q, p_k, p_beta, token, valid_2, k_rows + C * k_t, q_rows + C * q_t, b_rows + C * b_t,
-            scale, beta_scale, LOGITS, L2NORM, K,
-        )  # fmt: skip
-        tl.store(p_vectors + K + lane + C, key_size_2)
-        tl.store(p_vectors + K + TILE + lane + C, query_size_2)
-        kk_2 = tl.zeros([C, C], tl.float32)
-        qk_2 = tl.zeros([C, C], tl.float32)
-        kk_across = tl.zeros([C, C], tl.float32)
-        qk_across = tl.zeros([C, C], tl.float32)
-    for part in tl.range(0, K // SLICE, num_stages=STAGES):
+    bound = tl.where(rows, lower_bound, 0.0)
+    for part in tl.range(0, K // SLICE, num_stages=1):  # a loop: unrolled, it takes more registers
         channels = tl.arange(0, SLICE) + part * SLICE
-        part_kk, part_qk, keys, queries, end_keys, decay = _slice(
-            p_q, p_k, p_g, p_a_log, p_dt_bias, k_rows, q_rows, g_rows, valid[:, None], channels, head, lower_bound,
-            inverse_key, inverse_query, lane, GATE, K, SLICE, PRECISE, PRECISION,
-        )  # fmt: skip
+        g = tl.load(p_g + token[:, None] * g_t + head * g_h + channels[None, :], mask=rows, other=0.0)
+        k = tl.load(p_k + k_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
+        q = tl.load(p_q + q_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
+        bias = gate_bias(p_dt_bias, head, channels, K, SLICE)[None, :]
+        g = log_decay(g.to(tl.float32), bias, p_a_log, bound, head, GATE, LOG2_E)
+        if GATE != BOUNDED:
+            g = tl.where(g < -192.0, -192.0, g)  # 2^-192 is 0; deeper only loses digits of what follows
+            g = tl.where(rows, g, 0.0)
+        if APART:  # steep decays, lest they take the digits of the slow ones around them
+            steep = tl.where(g < -8.0, g, 0.0)
+            slow = tl.cumsum(g - steep, 0)
+            steep = tl.cumsum(steep, 0)
+            total = slow + steep
+        else:
+            total = tl.cumsum(g, 0)
+            slow = total
+            steep = total
+        whole = _row(total, lane, C - 1)
+        decay = exp2(whole)
+        near = exp2(total)
+        keys = k * inverse_key[:, None]
+        queries = q * inverse_query[:, None]
+        near_keys = keys * near
+        near_queries = queries * near
+        if GATE == BOUNDED:
+            past = keys * exp2(-total)
+        else:
+            past = keys * exp2(tl.minimum(-total, LIMIT))
+        if PRECISE:  # summed from the end: what is decayed least keeps all its digits
+            end_keys = keys * exp2(tl.cumsum(g, 0, reverse=True) - g)
+        elif GATE == BOUNDED:
+            end_keys = past * decay[None, :]
+        else:
+            end_keys = keys * exp2(whole[None, :] - total)
+        past = tl.trans(past)
+        part_kk = _product(near_keys, past, PRECISE, PRECISION)
+        part_qk = _product(near_queries, past, PRECISE, PRECISION)
+        if GATE != BOUNDED:
+            part_kk, part_qk = _redo_rows(keys, queries, part_kk, part_qk, total, slow, steep, lane, APART)
         kk += part_kk
         qk += part_qk
-        if TWO:
-            part_kk, part_qk, keys_2, queries_2, end_keys_2, decay_2 = _slice(
-                p_q, p_k, p_g, p_a_log, p_dt_bias, k_rows + C * k_t, q_rows + C * q_t, g_rows + C * g_t,
-                valid_2[:, None], channels, head, lower_bound,
-                inverse_key_2, inverse_query_2, lane, GATE, K, SLICE, PRECISE, PRECISION,
-            )  # fmt: skip
-            kk_2 += part_kk
-            qk_2 += part_qk
-            across = tl.trans(end_keys)
-            kk_across += _product(keys_2, across, PRECISE, PRECISION)
-            qk_across += _product(queries_2, across, PRECISE, PRECISION)
-            _store_slice(
-                p_near, p_fine, lane + C, channels, keys_2 * decay[None, :], queries_2 * decay[None, :], end_keys_2,
-                K, TILE, PRECISE,
-            )  # fmt: skip
-            end_keys = end_keys * decay_2[None, :]
-            decay = decay * decay_2
-        _store_slice(p_near, p_fine, lane, channels, keys, queries, end_keys, K, TILE, PRECISE)
+        offsets = lane[:, None] * K + channels[None, :]
+        tl.store(p_near + offsets, _as(near_keys, p_near))
+        tl.store(p_near + C * K + offsets, _as(near_queries, p_near))
+        high = _as(end_keys, p_fine)
+        tl.store(p_fine + 2 * C * K + offsets, high)
+        if not PRECISE:
+            tl.store(p_fine + 3 * C * K + offsets, _as(end_keys - high.to(tl.float32), p_fine))
         tl.store(p_vectors + channels, decay)
 
-    p_pairs = p_near + PAIRS
-    p_fine_pairs = p_fine + PAIRS
-    below = lane[:, None] > lane[None, :]
-    t = _invert(tl.where(below, kk * b_key[:, None], 0.0), PRECISE, PRECISION)
+    pair = lane[:, None] * C + lane[None, :]
     aq = tl.where(lane[:, None] >= lane[None, :], qk, 0.0)
-    _store_pairs(p_pairs, p_fine_pairs, lane, lane, t * b_value[None, :], aq, TILE, PRECISE)
-    if TWO:
-        t_2 = _invert(tl.where(below, kk_2 * b_key_2[:, None], 0.0), PRECISE, PRECISION)
-        aq_2 = tl.where(lane[:, None] >= lane[None, :], qk_2, 0.0)
-        _store_pairs(p_pairs, p_fine_pairs, lane + C, lane + C, t_2 * b_value_2[None, :], aq_2, TILE, PRECISE)
-        from_first = _exact_product(kk_across * b_key_2[:, None], t, PRECISE, PRECISION)
-        t_across = -_exact_product(t_2, from_first, PRECISE, PRECISION) * b_value[None, :]
-        _store_pairs(p_pairs, p_fine_pairs, lane + C, lane, t_across, qk_across, TILE, PRECISE)
-        nothing = tl.zeros([C, C], tl.float32)
-        _store_pairs(p_pairs, p_fine_pairs, lane, lane + C, nothing, nothing, TILE, PRECISE)
+    lower = tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0)
+    t = _invert(lower, PRECISE, PRECISION) * b_value[None, :]
+    if PRECISE:
+        tl.store(p_near + PAIRS + pair, t)
+        tl.store(p_near + PAIRS + C * C + pair, aq)
+    else:
+        high, low = high_low(t)
+        tl.store(p_near + PAIRS + pair, high)
+        tl.store(p_near + PAIRS + C * C + pair, low)
+        tl.store(p_fine + PAIRS + 2 * C * C + pair, _as(aq, p_fine))

@@ -55,6 +55,7 @@ def _advance(
     FROM_STATE: tl.constexpr = C if PASS == TRANSITIONS else 2 * C
     lanes = tl.arange(0, C)
     twice = tl.arange(0, 2 * C)
+    four = tl.arange(0, 4 * C)
     channels = tl.arange(0, K)
     from_state_offset = tl.arange(0, FROM_STATE)[None, :] * K + channels[:, None]  # [K, FROM_STATE]
     pair_offset = PAIRS + lanes[None, :] * C + lanes[:, None]  # transposed
@@ -88,22 +89,23 @@ def _advance(
         known = known * tl.load(p_vectors + K + lanes)[None, :]
         if PRECISE:
             u = dot_fp32(v - known, tl.load(p_near + pair_offset), PRECISION)
-            fine = u
         else:
             high, low = high_low(v * scale[:, None] - known)
-            t_low = tl.load(p_near + C * C + pair_offset)
-            t_high = tl.load(p_near + PAIRS + lanes[None, :] * C + (twice % C)[:, None])  # once for each part
-            u = add_dot(dot(high, t_low), _side_by_side(high, low, VB, C), t_high)
+            parts = _side_by_side(high, low, VB, C)
+            t = tl.load(p_near + PAIRS + lanes[None, :] * C + (four % C + four // (2 * C) * (C * C))[:, None])
+            u = dot(_side_by_side(parts, parts, VB, 2 * C), t)  # each part by each part, in one product
             size, inverse = power_of_two(tl.max(tl.abs(u), 1), -60, 60)
             fits = (size >= 0.00390625) & (size <= 16384.0)  # wide, so that ordinary values never cross it
             new_scale, new_unit = power_of_two(tl.where(fits, scale, scale * inverse * 1024.0), -100, 60)
             change = new_scale * unit
             fine = narrow(u * change[:, None], tl.float16)
+            both = _side_by_side(fine, fine, VB, C)
         if PASS != TRANSITIONS:
             if PRECISE:
                 out += dot_fp32(u, tl.load(p_near + C * C + pair_offset), PRECISION)
             else:
-                out = out * unit[:, None] + dot(fine, tl.load(p_fine + 2 * C * C + pair_offset)) * new_unit[:, None]
+                aq = tl.load(p_fine + PAIRS + 2 * C * C + lanes[None, :] * C + (twice % C)[:, None])
+                out = out * unit[:, None] + dot(both, aq) * (0.5 * new_unit)[:, None]
             out = tl.where(real, out * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
             tl.store(
                 p_out + token.to(tl.int64)[None, :] * o_t + rows[:, None],
@@ -115,7 +117,7 @@ def _advance(
             state = state * decay[None, :] + dot_fp32(u, kr, PRECISION)
         else:
             kr = tl.load(p_fine + 2 * C * K + twice[:, None] * K + channels[None, :])  # both parts
-            state = add_dot(state * decay[None, :] * change[:, None], _side_by_side(fine, fine, VB, C), kr)
+            state = add_dot(state * decay[None, :] * change[:, None], both, kr)
             scale = new_scale
             unit = new_unit
     return state * unit[:, None]
