@@ -59,7 +59,7 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def high_low(x):
-    """x as a sum of two bfloat16 numbers, 16 bits of mantissa together. The first is cut off, which takes no conversion."""
+    """x as a sum of two bfloat16 numbers, 16 bits of mantissa together; the first is cut off, not rounded."""
     bits = x.to(tl.int32, bitcast=True) & -65536
     rest = x - bits.to(tl.float32, bitcast=True)
     if INTERPRETED:
