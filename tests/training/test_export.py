@@ -10,9 +10,11 @@ import torch
 
 from rapidkda.engine import Engine, EngineConfig, MtpHead, SamplingParams
 from rapidkda.engine.loading import load_model
+from rapidkda.training.batches import KINDS
 from rapidkda.training.checkpoint import save_checkpoint
 from rapidkda.training.export import HEAD_FILE, export
 from rapidkda.training.model import build, text_config
+from rapidkda.training.tasks import TASKS
 
 from .conftest import TINY
 
@@ -29,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     point = {"tokens": 2_000_000, "seconds": 30.0, "step": 40, "loss_text": 1.2345, "right_mtp_text": 0.4}
     point |= {"right_needles": 0.912, "right_arithmetic": 0.873, "right_copy": 1.0}
     point |= {"mixture": {"text": 0.6, "needles": 0.2, "arithmetic": 0.1, "copy": 0.1}, "lengths": [512, 4096]}
+    point |= {f"loss_{kind}": 1.2345 for kind in KINDS} | {f"answer_loss_{task}": 0.0123 for task in TASKS}
     point |= {"batch_tokens": 50_000, "corpus_bytes": 29_600_000}
     for name in ("one", "two"):
         records = [json.dumps({"event": event} | point) for event in ("start", "probe", "end")]
@@ -65,6 +68,8 @@ def test_the_card_tells_what_was_logged(folder: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "| 4 | 1.234 | 91.2 % | 87.3 % | 100.0 % | 40.0 % |" in card
     assert "| 2 | 0.5 | 2 | 50,000 | 512, 4,096 | 29.6 | 60 | 20 | 10 | 10 |" in card
+    assert "needles 1.234, arithmetic 1.234" in card
+    assert "needles 0.0123, arithmetic 0.0123, copy 0.0123." in card
     assert "2 runs, 1.0 minutes" in card
     assert "4 M tokens in 80 steps" in card
     assert card.count("| MTP |") == TINY["linear_num_heads"]

@@ -52,7 +52,9 @@ def model_card(model: Any, head: MtpHead, logs: Sequence[Path]) -> str:
         _curve(runs),
         "Shares are of held-out samples whose every answer token was the most likely one, in bfloat16 during "
         "training: needles at 4,096 tokens with 36 facts, arithmetic with all its worked steps. MTP: the head's guess "
-        "two tokens ahead on held-out text.",
+        "two tokens ahead on held-out text. Each run's held-out set is as large as one of its steps, so that the first "
+        "row of a run may differ from the last of the run before.",
+        _final(runs[-1][-1]),
         "## Decay half-lives",
         f"Tokens in which a channel of a head's state halves, over {MEASURED:,} tokens of held-out text: for each "
         "channel from its mean log decay, then quantiles over the head's channels.",
@@ -122,6 +124,12 @@ def _curve(runs: Sequence[Sequence[dict[str, Any]]]) -> str:
         ]
         rows.append([f"{point['tokens'] / 1e6:,.0f}", *values])
     return _table(rows)
+
+
+def _final(end: dict[str, Any]) -> str:
+    whole = ", ".join(f"{kind} {end[f'loss_{kind}']:.3f}" for kind in KINDS)
+    asked = ", ".join(f"{task} {end[f'answer_loss_{task}']:.4f}" for task in tasks.TASKS)
+    return f"Final losses on held-out samples, in nats a byte: {whole}; over the bytes of answers alone: {asked}."
 
 
 @torch.no_grad()
