@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from .batches import KINDS, MIXTURE, Mixture
 from .loop import Settings, Stage, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -34,6 +35,7 @@ def train_command(
     stages: Annotated[str, typer.Option(help="Row lengths over time as length:until, until from 0 to 1.")] = (
         "512:0.3,4096:1"
     ),
+    mixture: Annotated[Mixture, typer.Option(help=f"Shares of the tokens: {', '.join(KINDS)}.")] = MIXTURE,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 65_536,
     rates: Annotated[tuple[float, float], typer.Option(help="Learning rate factors, first and last.")] = (1.0, 0.05),
     constant: Annotated[float, typer.Option(help="Share of the time before the rates fall.")] = 0.6,
@@ -55,6 +57,7 @@ def train_command(
             stages=[
                 Stage(int(length), float(until)) for length, until in (one.split(":") for one in stages.split(","))
             ],
+            mixture=mixture,
             batch_tokens=batch_tokens,
             rates=rates,
             constant=constant,
