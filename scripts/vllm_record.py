@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -128,17 +127,23 @@ def compile_in_parallel() -> None:
     import triton
     from triton.runtime.autotuner import Autotuner
 
-    prune = Autotuner.prune_configs
+    prune, look_up = Autotuner.prune_configs, Autotuner.check_disk_cache
 
     def prune_configs(self: Any, kwargs: dict[str, Any]) -> Any:
-        configs = prune(self, kwargs)
-        call = {name: value for name, value in kwargs.items() if name != "warmup"}
-        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-            for config in configs:
-                self.fn.warmup(*self.nargs.values(), **call, **config.all_kwargs())
-        return configs
+        self.call = {name: value for name, value in kwargs.items() if name != "warmup"}
+        return prune(self, kwargs)
+
+    def check_disk_cache(self: Any, key: Any, configs: Any, benchmark: Any) -> Any:
+        def compile_and_benchmark() -> None:
+            with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+                for config in configs:
+                    self.fn.warmup(*self.nargs.values(), **self.call, **config.all_kwargs())
+            benchmark()
+
+        return look_up(self, key, configs, compile_and_benchmark)
 
     Autotuner.prune_configs = prune_configs
+    Autotuner.check_disk_cache = check_disk_cache
 
 
 def serve(connection: Connection, side: str, settings: Settings, chunk: int) -> None:
@@ -342,6 +347,49 @@ def record(settings: Settings, count: int, rounds: int, control: bool, out: Path
     return found
 
 
+def report(found: dict[str, Any]) -> str:
+    """A record as text for a page."""
+    settings, tokens = found["settings"], found["tokens"]
+    lines = ["| | off: vLLM's own prefill | on: rapidkda's |", "| --- | --- | --- |"]
+    for row in found["first_token"]:
+        cells = (
+            f"{1e3 * row[side]['seconds']:.1f} ({1e3 * row[side]['seconds_min']:.1f} to "
+            f"{1e3 * row[side]['seconds_max']:.1f})"
+            for side in ("off", "on")
+        )
+        lines.append(f"| first token of a prompt of {row['prompt_tokens']} tokens, ms | {' | '.join(cells)} |")
+    batch = found["batch"]
+    count, output = len(found["lengths"]), settings["max_tokens"]
+    for text, name, scale in (
+        (f"{count} prompts at once, {output} tokens each: seconds", "seconds", 1.0),
+        ("prompt tokens a second", "prompt_tokens_per_second", 1.0),
+        ("median time to the first token, ms", "median_first_token_seconds", 1e3),
+    ):
+        cells = (f"{scale * batch[side][name]:.{2 if name == 'seconds' else 0}f}" for side in ("off", "on"))
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    lines.append("")
+    for side, name in (("on", "On against off"), ("control", "Off with another chunk size against off")):
+        if side in tokens:
+            part = tokens[side]
+            parted = f"; where they part, the gap is at most {part['largest_gap']:.3f}" if part["parted"] else ""
+            lines.append(
+                f"- {name}: {part['identical']} of {part['prompts']} prompts with identical tokens{parted}. "
+                f"Log-probabilities of the best {CANDIDATES} candidates differ by "
+                f"{part['logprob_difference_mean']:.4f} on average, {part['logprob_difference_max']:.3f} at most."
+            )
+    for side, counts in found.get("known", {}).items():
+        lines.append(f"- {side}: {counts['right']} of {counts['prompts']} continuations known beforehand are right.")
+    meta = found["meta"]
+    lines += [
+        "",
+        f"{meta['gpu']}, vLLM {meta['vllm']}, torch {meta['torch']}, triton {meta['triton']}, rapidkda "
+        f"{meta['rapidkda']} ({meta['rev']}), {meta['date']}; prompts of {min(found['lengths'])} to "
+        f"{max(found['lengths'])} tokens, steps of at most {settings['chunk']} tokens, "
+        f"{'CUDA graphs for decode steps' if settings['graphs'] else 'no CUDA graphs'}.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
@@ -372,20 +420,7 @@ def main() -> None:
             graphs=arguments.graphs,
         )
         found = record(settings, arguments.prompts, arguments.rounds, not arguments.no_control, arguments.out)
-    for side, tokens in found["tokens"].items():
-        print(
-            f"{side} against off: {tokens['identical']} of {tokens['prompts']} prompts with identical tokens, largest "
-            f"gap where they part {tokens['largest_gap']:.4f}, log-probabilities differ by at most "
-            f"{tokens['logprob_difference_max']:.4f}, on average {tokens['logprob_difference_mean']:.5f}"
-        )
-    for side, counts in found.get("known", {}).items():
-        print(f"{side}: {counts['right']} of {counts['prompts']} known continuations")
-    for row in found["first_token"]:
-        off, on = (1e3 * row[side]["seconds"] for side in ("off", "on"))
-        print(f"first token of {row['prompt_tokens']}: off {off:.1f} ms, on {on:.1f} ms")
-    for side, times in found["batch"].items():
-        print(f"batch {side}: {times['prompt_tokens_per_second']:.0f} prompt tokens a second, {times['seconds']:.2f} s")
-    sys.stdout.flush()
+    print(report(found))
 
 
 if __name__ == "__main__":
