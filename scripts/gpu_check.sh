@@ -32,6 +32,10 @@ for backend in cuda triton; do
 done
 part serving 240 "${pytest[@]}" tests/serving/test_backends.py tests/serving/test_graphs.py tests/serving/test_schedules.py
 part models 240 "${pytest[@]}" tests/engine/test_generation.py tests/integrations/transformers
+part fla 600 "${pytest[@]}" tests/integrations/fla
+if "$python" -c 'import vllm' 2>/dev/null; then
+    part vllm 900 "$python" scripts/vllm_record.py --out "$out/vllm.json"
+fi
 for backend in cuda triton; do
     part "verify-$backend" 240 "${rapidkda[@]}" verify --backend "$backend"
     for tool in memcheck racecheck synccheck; do
