@@ -6,6 +6,7 @@ gathers the segments' tokens and states, and scatters the results: that is its c
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -173,8 +174,20 @@ def _extension() -> Extension:
     return found
 
 
+_captured: list[Tensor] = []  # tables that a captured graph reads at every replay: they stay for good
+
+
 def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    table = _table(array.tobytes(), array.dtype.str, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(table)
+    return table
+
+
+@functools.lru_cache(maxsize=64)
+def _table(content: bytes, dtype: str, device: torch.device) -> Tensor:
+    """Kept by content, which is always right: calls that repeat copy nothing, so they can be captured in a graph."""
+    return torch.from_numpy(np.frombuffer(content, dtype).copy()).to(device)
 
 
 def _real(call: PrefillCall) -> Tensor:
