@@ -49,11 +49,11 @@ def test_eval_writes_tables_json_and_plots(cli: Cli, folder: Path, tmp_path: Pat
     assert "256" in done.out
     content = json.loads(out.read_text())
     assert [(one["name"], one["comparison"]) for one in content["judged"]] == [
-        ("torch-float32", "operator"),
         ("torch", "operator"),
         ("torch", "model"),
+        ("torch-float32", "operator"),
     ]
-    exact, narrow, model = content["judged"]
+    narrow, model, exact = content["judged"]
     assert exact["within"]
     assert exact["drifts"][0]["mean_abs"]["value"] < 1e-5 < narrow["drifts"][0]["mean_abs"]["value"]
     assert [drift["kind"] for drift in exact["drifts"]] == ["all", "prefill", "decode", "verify"]
@@ -91,7 +91,7 @@ def test_a_failing_backend_is_told_and_keeps_none_from_its_turn(
     assert done.code == 1
     assert "FAILED" in done.out
     assert "torch, operator: failed: RuntimeError: launch failed" in done.err
-    assert [line.split()[-1] for line in done.out.splitlines() if " operator " in line][:2] == ["within", "FAILED"]
+    assert [line.split()[-1] for line in done.out.splitlines() if " operator " in line][:2] == ["FAILED", "within"]
 
 
 @pytest.mark.usefixtures("tiny")

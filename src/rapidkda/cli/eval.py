@@ -166,8 +166,10 @@ def _candidates(
     compared = comparison or ("both" if device.capability is not None else "operator")
     kinds: tuple[Comparison, ...] = ("operator", "model") if compared == "both" else (compared,)
     wanted = list(names or runnable(device, gate))
-    found: list[Callable[[], Candidate]] = [reference] if "torch" in wanted and "operator" in kinds else []
-    return found + [partial(of_backend, name, kind, device, gate) for kind in kinds for name in wanted]
+    found: list[Callable[[], Candidate]] = [
+        partial(of_backend, name, kind, device, gate) for kind in kinds for name in wanted
+    ]
+    return [*found, reference] if "torch" in wanted and "operator" in kinds else found
 
 
 def _task_table(report: Report) -> Table:

@@ -53,7 +53,7 @@ class Sizes:
     decay_tokens: int
 
 
-FULL = Sizes(1000, 6, Spans(3840, 96, 160), (512, 1024, 2048, 4096, 8192, 16384), 3, 200, 8, 512, 128, 8192)
+FULL = Sizes(1000, 6, Spans(3920, 56, 119), (512, 1024, 2048, 4096, 8192, 16384), 2, 200, 8, 512, 96, 8192)
 QUICK = Sizes(200, 2, Spans(400, 32, 48), (512, 1024), 1, 24, 2, 128, 24, 1024)
 
 
@@ -233,7 +233,8 @@ class Battery:
         dtype = DTYPES[candidate.comparison]
         model = self._model(dtype)
         with candidate.installed() as backends:
-            scorer = Scorer(model, backends, chunk=self.sizes.chunk)
+            most = max(self.sizes.passages, *(len(exam.samples) for exam in self.exams.values()))
+            scorer = Scorer(model, backends, chunk=self.sizes.chunk, max_passages=most)
             chosen = scorer.model.first_layer.choices
             found.backends = {op: choice.backend.name for op, choice in chosen.items()}
             scored = logprobs.score_text(scorer, self.sizes.passages, self.sizes.spans)

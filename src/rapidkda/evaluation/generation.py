@@ -66,8 +66,9 @@ def continue_all(
     chunk: int,
     head: MtpHead | None = None,
     drafts: int = 0,
+    warm_up: int = 0,
 ) -> tuple[list[RequestResult], float]:
-    """Greedy continuations of all prompts at once, and the seconds that they took after a short warm-up."""
+    """Greedy continuations of all prompts at once, and the seconds that they took; `warm_up` tokens go before."""
     config = EngineConfig(
         max_num_batched_tokens=chunk + (1 + drafts) * len(prompts),
         max_num_seqs=len(prompts),
@@ -76,7 +77,8 @@ def continue_all(
         backends=backends,
     )
     engine = Engine(model, config, "lookup" if head is None else head)
-    engine.generate(prompts, SamplingParams(max_new_tokens=min(WARM_UP, tokens)))
+    if warm_up:
+        engine.generate(prompts, SamplingParams(max_new_tokens=warm_up))
     start = time.perf_counter()
     results = engine.generate(prompts, SamplingParams(max_new_tokens=tokens))
     seconds = time.perf_counter() - start
@@ -107,7 +109,9 @@ def speculation(
     found: list[Speculation] = []
     plain: list[RequestResult] = []
     for drafts in counts:
-        results, seconds = continue_all(model, backends, prompts, tokens, chunk=chunk, head=head, drafts=drafts)
+        results, seconds = continue_all(
+            model, backends, prompts, tokens, chunk=chunk, head=head, drafts=drafts, warm_up=WARM_UP
+        )
         plain = plain or results
         stats = [result.stats for result in results]
         drafted, accepted = sum(one.drafted for one in stats), sum(one.accepted for one in stats)

@@ -135,15 +135,9 @@ class Scorer:
         live = list(runs)
         while live:
             steps = list(self._schedule(live))
-            hidden = self._forward(steps)
-            first = 0
+            self._keep(steps, self._forward(steps))
             for step in steps:
-                rows = step.run.wanted(step.right)
-                if rows:
-                    index = torch.tensor(rows, device=hidden.device) + first
-                    step.run.keep(step.kind, self._logprobs(hidden.index_select(0, index)))
                 step.run.settle(step)
-                first += len(step.tokens)
             for run in [run for run in live if run.done]:
                 self._pool.free(run.index)
                 run.cache = None
@@ -163,8 +157,21 @@ class Scorer:
         ids = torch.tensor([token for step in steps for token in step.tokens], device=self.model.device)
         return self.model.forward(ids, list(_spans(steps)), self._batch, self._pool, self._workspace)
 
-    def _logprobs(self, hidden: Tensor) -> Tensor:
-        return torch.log_softmax(self.model.logits(hidden).float(), dim=-1)
+    def _keep(self, steps: Sequence[_Step], hidden: Tensor) -> None:
+        """Hand each passage the log-probabilities that it asked for."""
+        rows: list[int] = []
+        counts: list[int] = []
+        first = 0
+        for step in steps:
+            wanted = step.run.wanted(step.right)
+            rows += [first + row for row in wanted]
+            counts.append(len(wanted))
+            first += len(step.tokens)
+        if rows:
+            index = torch.tensor(rows, device=hidden.device)
+            logprobs = torch.log_softmax(self.model.logits(hidden.index_select(0, index)).float(), dim=-1)
+            for step, part in zip(steps, logprobs.split(counts)):
+                step.run.keep(step.kind, part)
 
 
 def _spans(steps: Sequence[_Step]) -> Iterator[Span]:

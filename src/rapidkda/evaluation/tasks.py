@@ -71,7 +71,8 @@ def sit(scorer: Scorer, exam: Exam, *, stepwise: bool = True) -> list[bool]:
     """Whether each question is answered right, in order.
 
     Args:
-        stepwise: the part with the answers goes in decode and verify steps; else all is one prefill.
+        stepwise: the last third of a text's answers, or its only one, goes in decode and verify steps; else all of it
+            is prefilled.
     """
     scored = scorer.score([_passage(sample, stepwise) for sample in exam.samples])
     outcomes: list[bool] = []
@@ -87,4 +88,5 @@ def sit(scorer: Scorer, exam: Exam, *, stepwise: bool = True) -> list[bool]:
 def _passage(sample: tasks.Sample, stepwise: bool) -> Passage:
     tokens = tuple(sample.tokens)
     scored = tuple(position - 1 for answer in sample.answers for position in range(answer.start, answer.end))
-    return Passage(tokens, sample.answers[0].start if stepwise else len(tokens), MIXED, scored)
+    first = sample.answers[2 * len(sample.answers) // 3]
+    return Passage(tokens, first.start if stepwise else len(tokens), MIXED, scored)
