@@ -168,7 +168,7 @@ def test_bound_launch_looks_at_alignment_every_time() -> None:
 
 
 def test_parameters_are_packed_as_the_kernels_read_them() -> None:
-    """Number and sizes of what `launch.parameters` packs, against the entry points of the machine code."""
+    """Number and sizes of what `launch.Compiled` packs, against the entry points of the machine code."""
     packed = []
     first = launch.Launch._first
 
@@ -179,19 +179,19 @@ def test_parameters_are_packed_as_the_kernels_read_them() -> None:
         *options: Any,
     ) -> bool:
         result = first(self, data, tables, *options)
-        packed.append((kernels[-1], launch.parameters(kernels[-1], [x is None for x in (*data, *tables)], self._rest)))
+        absent = [x is None for x in (*data, *tables)]
+        known = launch.Compiled(kernels[-1], absent, len(self._rest))
+        packed.append((kernels[-1], known.offsets, known.pack(self._rest)))
         return result
 
     with compiling("sm_90") as kernels, mock.patch.object(launch.Launch, "_first", recorded):
         launch_everything()
         BACKEND.prefill(calls.prefill([40], dtype=torch.float32, gate="bounded"))
-    assert {kernel.metadata.name for kernel, _ in packed} == KERNELS
-    for kernel, parameters in packed:
+    assert {kernel.metadata.name for kernel, _, _ in packed} == KERNELS
+    for kernel, offsets, values in packed:
         entry = kernel.asm["ptx"].split(".entry")[1].split(")")[0]
         sizes = [{"u64": 8, "u32": 4, "f32": 4}[kind] for kind in re.findall(r"\.param \.(\w+) ", entry)]
-        assert parameters is not None
-        values, offsets = parameters
-        assert offsets == [8 * n for n in range(len(sizes))]
+        assert offsets == tuple(8 * n for n in range(len(sizes)))
         assert len(values) == 8 * len(sizes)
         for offset, size in zip(offsets, sizes):
             assert values[offset + size : offset + 8] == bytes(8 - size)
@@ -201,4 +201,4 @@ def test_what_triton_alone_can_launch_is_left_to_it() -> None:
     with compiling("gfx942") as kernels:
         BACKEND.norm(calls.norm(5))
     types = list(kernels[0].src.signature.values())
-    assert launch.parameters(kernels[0], [False] * 4, (1,) * (len(types) - 4)) is None
+    assert not launch.Compiled(kernels[0], [False] * 4, len(types) - 4).offsets

@@ -62,9 +62,10 @@ class Launches:
         except IndexError:
             frame = _Frame(self._shapes, self._parameters, self._offsets)
         self._pack_into(frame.parameters, 0, *addresses)
+        if frame.stream != stream:
+            frame.put_on(stream)
         launch, pointers = self._launch, frame.pointers_at
-        for configuration, configuration_at, function in frame.launches:
-            configuration.stream = stream
+        for configuration_at, function in frame.launches:
             status = launch(configuration_at, function, pointers, None)
             if status == _INVALID_CONTEXT:  # the first driver call of this thread
                 _enter_context(self._device)
@@ -89,17 +90,25 @@ class _Configuration(ctypes.Structure):
 class _Frame:
     """What the driver reads of a call's launches."""
 
-    __slots__ = ("_pointers", "launches", "parameters", "pointers_at")
+    __slots__ = ("_configurations", "_pointers", "launches", "parameters", "pointers_at", "stream")
 
     def __init__(self, shapes: Sequence[Shape], parameters: bytes, offsets: Sequence[int]):
         self.parameters = ctypes.create_string_buffer(parameters, len(parameters))
         start = ctypes.addressof(self.parameters)
         self._pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
         self.pointers_at = ctypes.addressof(self._pointers)
-        self.launches = []
-        for function, grid, threads, shared_bytes in shapes:
-            configuration = _Configuration(grid, (threads, 1, 1), shared_bytes)
-            self.launches.append((configuration, ctypes.addressof(configuration), function))
+        self._configurations = [
+            _Configuration(grid, (threads, 1, 1), shared_bytes) for _, grid, threads, shared_bytes in shapes
+        ]
+        places = map(ctypes.addressof, self._configurations)
+        self.launches = list(zip(places, (shape.function for shape in shapes), strict=True))
+        self.stream = 0
+
+    def put_on(self, stream: int) -> None:
+        """Launch on this stream from now on."""
+        for configuration in self._configurations:
+            configuration.stream = stream
+        self.stream = stream
 
 
 @functools.cache

@@ -45,7 +45,7 @@ class Launcher:
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.compiled: dict[tuple[Any, ...], Compiled] = {}
 
     def bind(
         self,
@@ -110,27 +110,29 @@ class Launch:
         self, data: tuple[Tensor | None, ...], tables: tuple[Tensor | None, ...], aligned: Any, compile_only: bool
     ) -> bool:
         """A launch through Triton's own call, which compiles, unless another kind of call has the kernel already."""
-        data = tuple([_read_as(x, dtype) for x, dtype in zip_longest(data, self._views)])
-        pointers = (*data, *tables)
-        key = (*self._key, aligned, tuple([None if x is None else x.dtype for x in pointers]))
-        known = self._launcher.compiled
-        if key in known:
-            self._found[aligned] = self._bound(known[key], pointers)
+        typed = list(zip_longest(data, self._views))
+        dtypes = [None if x is None else dtype or x.dtype for x, dtype in (*typed, *[(x, None) for x in tables])]
+        key = (*self._key, aligned, tuple(dtypes))
+        known = self._launcher.compiled.get(key)
+        if known is not None:
+            self._found[aligned] = self._bound(known)
             return self(data, tables, compile_only)
+        arguments = (*[_read_as(x, dtype) for x, dtype in typed], *tables, *self._rest)
         kernel = self._launcher.kernel
         if compile_only:
-            compiled = kernel.warmup(*pointers, *self._rest, grid=self._grid, **self._options)
+            compiled = kernel.warmup(*arguments, grid=self._grid, **self._options)
         else:
-            compiled = kernel[self._grid](*pointers, *self._rest, **self._options)
+            compiled = kernel[self._grid](*arguments, **self._options)
         if self._index < 0 or env.flag("TRITON_INTERPRET"):
             return False  # nothing to find again: interpreted, or compiled for a target that is not here
-        known[key] = compiled
-        self._found[aligned] = self._bound(compiled, pointers)
+        known = Compiled(compiled, [dtype is None for dtype in dtypes], len(self._rest))
+        self._launcher.compiled[key] = known
+        self._found[aligned] = self._bound(known)
         return True
 
-    def _bound(self, compiled: Any, pointers: tuple[Tensor | None, ...]) -> Run:
+    def _bound(self, known: Compiled) -> Run:
         """How to launch a compiled kernel."""
-        absent = [x is None for x in pointers]
+        compiled = known.kernel
         run = compiled.run  # loads the kernel, also one that was only compiled
 
         def through_triton(stream: int, addresses: Sequence[int]) -> None:
@@ -143,17 +145,14 @@ class Launch:
                 None,
                 knobs.runtime.launch_enter_hook,
                 knobs.runtime.launch_exit_hook,
-                *[None if missing else next(given) for missing in absent],
+                *[None if missing else next(given) for missing in known.absent],
                 *self._rest,
             )
 
-        packed = parameters(compiled, absent, self._rest)
-        if packed is None:
+        if not known.offsets:
             return through_triton
-        values, offsets = packed
-        layout = struct.Struct(f"<{len(absent) - sum(absent)}Q")
         shape = Shape(compiled.function, self._grid, compiled.metadata.num_warps * 32, compiled.metadata.shared)
-        direct = Launches(self._index, [shape], values, offsets, layout)
+        direct = Launches(self._index, [shape], known.pack(self._rest), known.offsets, known.addresses)
 
         def through_the_driver(stream: int, addresses: Sequence[int]) -> None:
             if _hooked():  # a profiler of Triton's wants to see its launches
@@ -164,40 +163,45 @@ class Launch:
         return through_the_driver
 
 
-def parameters(compiled: Any, absent: list[bool], rest: tuple[Any, ...]) -> tuple[bytes, list[int]] | None:
-    """The values of a kernel's parameters with the addresses left open, and where each parameter starts.
+class Compiled:
+    """A compiled kernel, and how its parameters lie in memory: in slots of 8 bytes, addresses first.
 
-    None where Triton's own launch does more than start the kernel: on another vendor's device, with scratch memory of
-    Triton's, clusters, cooperative grids, or parameters of other types than ours.
+    Args:
+        kernel: Triton's.
+        absent: which of its pointers are None.
+        rest: how many arguments follow the pointers.
+
+    `offsets` is empty where Triton's own launch does more than start the kernel: on another vendor's device, with
+    scratch memory of Triton's, clusters, cooperative grids, or parameters of other types than ours.
     """
-    about = compiled.metadata
-    if about.target.backend != "cuda" or about.global_scratch_size or about.profile_scratch_size:
-        return None
-    if about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
-        return None
-    types = list(compiled.src.signature.values())
-    if len(types) != len(absent) + len(rest):
-        return None
-    values, offsets = b"", []
-    for missing, kind in zip(absent, types):
-        if not missing:
-            if not kind.startswith("*"):
-                return None
-            offsets.append(len(values))
-            values += bytes(8)
-    for value, kind in zip(rest, types[len(absent) :]):
-        if kind != "constexpr":
-            if kind not in _PACKED:
-                return None
-            offsets.append(len(values))
-            values += struct.pack(_PACKED[kind], value).ljust(8, b"\0")
-    for _ in range(2):  # Triton's scratch pointers, which every kernel takes
-        offsets.append(len(values))
-        values += bytes(8)
-    return values, offsets
+
+    def __init__(self, kernel: Any, absent: list[bool], rest: int):
+        self.kernel = kernel
+        self.absent = absent
+        self.offsets: tuple[int, ...] = ()
+        about = kernel.metadata
+        if about.target.backend != "cuda" or about.global_scratch_size or about.profile_scratch_size:
+            return
+        if about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
+            return
+        types = list(kernel.src.signature.values())
+        pointers, values = types[: len(absent)], types[len(absent) :]
+        given = [kind for kind, missing in zip(pointers, absent) if not missing]
+        self._kept = [n for n, kind in enumerate(values) if kind != "constexpr"]
+        packed = [_PACKED.get(values[n]) for n in self._kept]
+        if len(values) != rest or None in packed or not all(kind.startswith("*") for kind in given):
+            return
+        self.addresses = struct.Struct(f"<{len(given)}Q")
+        self._layout = struct.Struct("<" + "8x" * len(given) + "".join(map(str, packed)) + "8x" * _SCRATCH)
+        self.offsets = tuple(range(0, self._layout.size, 8))
+
+    def pack(self, rest: tuple[Any, ...]) -> bytes:
+        """All parameters with the addresses left open."""
+        return self._layout.pack(*[rest[n] for n in self._kept])
 
 
-_PACKED = {"i32": "<i", "i64": "<q", "fp32": "<f"}
+_PACKED = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
+_SCRATCH = 2  # pointers to scratch memory of Triton's, which every kernel takes last
 
 
 def _hooked() -> bool:

@@ -80,10 +80,6 @@ class Prepared:
             views=(None,) * len(launch.inputs(tokens, values=False)) + VIEWS,
             registers=choice.prepare_registers,
         )
-        parts = max(self.cut.parts, 1)
-        self._whole = self._scan(call, WHOLE, self.blocks[0], segments.count)
-        self._transitions = self._scan(call, TRANSITIONS, sum(self.blocks), parts)
-        self._resume = self._scan(call, RESUME, self.blocks[0], parts)
         self._compose = _compose.bind(
             device,
             (value_dim // COMPOSE_ROWS, heads, segments.count),
@@ -93,6 +89,7 @@ class Prepared:
             num_warps=4,
             views=(VIEWS[0], VIEWS[3]),
         )
+        self._scans: dict[int, launch.Launch] = {}  # by pass, as they are needed
 
     def run(self, call: PrefillCall) -> None:
         """Launch a call of this kind."""
@@ -109,7 +106,7 @@ class Prepared:
 
     def _run_whole(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
         exported = _exported(call)
-        return self._whole(
+        return self._scan(call, WHOLE)(
             (*[workspace] * 4, call.tokens.v, call.out, call.initial, call.final, exported),
             _tables(call, exported),
             compile_only,
@@ -117,19 +114,27 @@ class Prepared:
 
     def _run_parts(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
         exported = _exported(call)
-        self._transitions(
+        self._scan(call, TRANSITIONS)(
             (*[workspace] * 4, call.tokens.v, call.out, call.initial, None, None), _tables(call, None), compile_only
         )
         self._compose((workspace, workspace), (), compile_only)
-        return self._resume(
+        return self._scan(call, RESUME)(
             (*[workspace] * 4, call.tokens.v, call.out, call.initial, call.final, exported),
             _tables(call, exported),
             compile_only,
         )
 
-    def _scan(self, call: PrefillCall, passes: int, row_blocks: int, count: int) -> launch.Launch:
+    def _scan(self, call: PrefillCall, passes: int) -> launch.Launch:
+        bound = self._scans.get(passes)
+        if bound is None:
+            bound = self._scans[passes] = self._bind_scan(call, passes)
+        return bound
+
+    def _bind_scan(self, call: PrefillCall, passes: int) -> launch.Launch:
         tokens, segments, choice = call.tokens, call.segments, self.choice
         exported = None if passes == TRANSITIONS else _exported(call)
+        row_blocks = sum(self.blocks) if passes == TRANSITIONS else self.blocks[0]
+        count = segments.count if passes == WHOLE else max(self.cut.parts, 1)
         return _scan.bind(
             tokens.q.device,
             (row_blocks, tokens.value_heads, count),
