@@ -1,4 +1,4 @@
-"""What the assembler made of the kernels: the wgmma loop spills nothing, and shared memory fits an SM."""
+"""What the assembler made of the kernels: the main loops of both roles spill nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ pytest.importorskip("cuda.core")
 from rapidkda.backends.cuda import compiler
 from rapidkda.backends.cuda.compiler import KernelSource
 from rapidkda.backends.cuda.host.prefill import kernels
-
-MOST_PRODUCER_SPILLS = 24  # instructions in a loop of about 1,400; the consumers' loop has none
 
 
 def cuobjdump() -> str | None:
@@ -57,7 +55,7 @@ def innermost_loops(code: list[tuple[int, str]], holding: str) -> list[list[str]
 
 
 @pytest.mark.parametrize("kernel", [k for k in kernels() if k.entry == "prefill"], ids=str)
-def test_the_recurrence_spills_nothing(kernel: KernelSource, tmp_path: Path) -> None:
+def test_the_main_loops_spill_nothing(kernel: KernelSource, tmp_path: Path) -> None:
     code = disassemble(kernel, tmp_path)
     spills = re.compile(r"\b(LDL|STL)\b")
     loops = innermost_loops(code, "HGMMA.64x128x16")
@@ -68,4 +66,4 @@ def test_the_recurrence_spills_nothing(kernel: KernelSource, tmp_path: Path) -> 
         # Addresses of tiles stay in uniform registers; moving them there for each chunk costs the pair a tenth.
         assert len([text for text in consumers if "R2UR" in text]) <= 4
     (producers,) = innermost_loops(code, "MUFU.EX2")
-    assert len([text for text in producers if spills.search(text)]) <= MOST_PRODUCER_SPILLS
+    assert [text for text in producers if spills.search(text)] == []

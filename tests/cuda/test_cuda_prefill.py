@@ -123,9 +123,19 @@ def test_magnitudes_do_not_matter(form: str, values: float, keys: float, states:
     assert err_state <= limit.state
 
 
-def test_checkpoints_of_every_form_are_the_states_of_prefixes(form: str) -> None:
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        ((0, 16, 0), (0, 96, 1), (0, 160, 2), (1, 48, 3)),  # some between the two chunks of a step
+        ((0, 32, 0), (0, 96, 1), (0, 160, 2), (1, 32, 3)),
+    ],
+    ids=["chunks", "steps"],
+)
+def test_checkpoints_of_every_form_are_the_states_of_prefixes(
+    form: str, checkpoints: tuple[tuple[int, int, int], ...]
+) -> None:
     inputs = make_inputs(Shape("t", (160, 50), 2), "slow", dtype=torch.bfloat16, device=DEVICE, seed=7)
-    table = Checkpoints.build([(0, 16, 0), (0, 96, 1), (0, 160, 2), (1, 48, 3)], 2, DEVICE)
+    table = Checkpoints.build(list(checkpoints), 2, DEVICE)
     exported = torch.full((4, *inputs.states.shape[1:]), float("nan"), device=DEVICE)
     pool, slots = inputs.states.clone(), torch.arange(2, device=DEVICE)
     ops.prefill(
@@ -138,7 +148,7 @@ def test_checkpoints_of_every_form_are_the_states_of_prefixes(form: str) -> None
         checkpoint_pool=exported,
         backend="cuda",
     )
-    for segment, offset, slot in ((0, 16, 0), (0, 96, 1), (0, 160, 2), (1, 48, 3)):
+    for segment, offset, slot in checkpoints:
         first = inputs.spans[segment][0]
         rows = slice(first, first + offset)
         cut = replace(
@@ -148,6 +158,39 @@ def test_checkpoints_of_every_form_are_the_states_of_prefixes(form: str) -> None
             states=inputs.states[segment : segment + 1],
         )
         assert worst_state_error(exported[slot : slot + 1], cut.expected()[1]) <= bar("slow", torch.bfloat16).state
+
+
+def test_a_cta_takes_one_head_after_another(form: str) -> None:
+    """Many more heads and segments than multiprocessors; short, empty and padding ones among long ones."""
+    lengths = tuple((97, 1, 0, 33, 16, 64, 200, 31)[n % 8] for n in range(40))
+    inputs = make_inputs(
+        Shape("many", lengths, 8), "slow", dtype=torch.bfloat16, device=DEVICE, seed=9, layout="fused", gaps=True
+    )
+    slots = torch.arange(40, device=DEVICE)
+    padding = slots % 5 == 3
+    slots[padding] = -1
+    pool = inputs.states.clone()
+    out = torch.full(inputs.v.shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    ops.prefill(
+        *inputs.operands(),
+        **inputs.options(),
+        segments=inputs.segments,
+        state=pool,
+        slots=slots,
+        pad_slot=-1,
+        out=out,
+        backend="cuda",
+    )
+    want, state = inputs.expected()
+    limit = bar("slow", torch.bfloat16)
+    for n, span in enumerate(inputs.spans):
+        rows = slice(span[0], sum(span))
+        if padding[n]:
+            assert not out[rows].any()
+            assert torch.equal(pool[n], inputs.states[n])
+        else:
+            assert worst_output_error(out, want, [span]) <= (1e-2 if span[1] == 1 else limit.out)
+            assert worst_state_error(pool[n : n + 1], state[n : n + 1]) <= limit.state
 
 
 def test_the_same_call_gives_the_same_bits(form: str) -> None:

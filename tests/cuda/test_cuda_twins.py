@@ -6,7 +6,7 @@ import re
 import struct
 
 from rapidkda.backends.cuda import compiler
-from rapidkda.backends.cuda.host import params
+from rapidkda.backends.cuda.host import params, schedule
 from rapidkda.backends.cuda.host.params import ADDRESSES, Constants, Flags
 
 HEADER = (compiler.SOURCES / "params.cuh").read_text()
@@ -20,7 +20,7 @@ def test_flags_have_the_values_of_the_header() -> None:
         if name.isupper()
     }
     assert {name.lower(): value for name, value in host.items()} == {n.lower(): v for n, v in device.items()}
-    assert len(device) == 14
+    assert len(device) == 15
 
 
 def test_fields_have_the_order_and_types_of_the_header() -> None:
@@ -30,7 +30,7 @@ def test_fields_have_the_order_and_types_of_the_header() -> None:
     fields: list[tuple[str, str]] = []
     for declaration in re.sub(r"//[^\n]*", "", body[1]).split(";"):
         words = declaration.split()
-        if not words or (words[0] in ("TensorMap", "u16") and "*" not in declaration):
+        if not words or (words[0] in ("TensorMap", "u16", "Share") and "*" not in declaration):
             continue
         pointer = "*" in declaration
         kind = "Q" if pointer else kinds[words[0]]
@@ -40,7 +40,7 @@ def test_fields_have_the_order_and_types_of_the_header() -> None:
     addresses = params.addresses([True] * len(ADDRESSES)).format
     assert addresses == "<512s" + "Q" * len(ADDRESSES)
     assert [kind for _, kind in fields[: len(ADDRESSES)]] == ["Q"] * len(ADDRESSES)
-    assert params._CONSTANTS.format == "<" + _packed([kind for _, kind in fields[len(ADDRESSES) :]]) + "128s"
+    assert params._CONSTANTS.format == "<" + _packed([kind for _, kind in fields[len(ADDRESSES) :]]) + "128s768s"
 
 
 def _packed(kinds: list[str]) -> str:
@@ -55,6 +55,12 @@ def test_the_packed_struct_has_the_size_that_the_header_asserts() -> None:
     assert int(size[1]) == params.SIZE
     maps_and_addresses = params.addresses([True] * len(ADDRESSES)).size
     assert params.SIZE - 64 < maps_and_addresses + params._CONSTANTS.size <= params.SIZE
-    assert len(params.pack(Constants(*range(len(Constants._fields))), b"")) == params.SIZE
+    assert len(params.pack(Constants(*range(len(Constants._fields))), b"", b"")) == params.SIZE
     assert struct.calcsize("<128s") == 2 * params.ORDER_ENTRIES
     assert f"kOrderEntries = {params.ORDER_ENTRIES};" in HEADER
+    assert struct.calcsize("<768s") == schedule.SHARES * schedule._SHARE.size
+    assert f"kShares = {schedule.SHARES};" in HEADER
+    share = re.search(r"struct Share \{\n(.*?)\n\};", HEADER, re.DOTALL)
+    assert share is not None
+    assert share[1].split() == ["u16", "segment,", "head;", "u8", "first,", "workers;", "u16", "reserved;"]
+    assert schedule._SHARE.format == "<HHBBH"

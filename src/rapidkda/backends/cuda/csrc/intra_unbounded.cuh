@@ -67,7 +67,7 @@ DEVICE void decay_unbounded(const float* decay, u32 raw_queries, u32 inverse, u3
 // warps compute the same three 16 x 8 products and keep the half that is theirs.
 template <int kInverseHalf>
 DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, u32 scales, bool solver, int lane,
-                               float beta) {
+                               float beta, int rows, bool l2norm) {
     float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0}, across[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -100,6 +100,9 @@ DEVICE void multiply_unbounded(u32 raw, u32 inverse, u32 stage, u32 scratch, u32
         store_shared(to + 384, pack_f16(lower(y * second[2], g, c), lower(y * second[3], g, c + 1)));
         return;
     }
+    if (l2norm)
+        norm_scales(scales, stage + Stage::row_scale, g & 1 ? first[1] : first[0], g & 1 ? second[1] : second[0], lane,
+                    rows, down);
     const LowerScales x = lower_scales(scales, lane, beta);
     const u32 to = lower_entry(scratch, g, c);
     constexpr int next = Scratch::lower_row;

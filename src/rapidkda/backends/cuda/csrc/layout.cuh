@@ -7,8 +7,7 @@ constexpr int kChunk = 16;  // tokens a step
 // kWhole:      one CTA owns a head: 128 rows of the state (V), two consumer warpgroups.
 // kPair:       a cluster of two CTAs owns a head, 64 rows of V each; each prepares every other chunk for both.
 // kTransition: a cluster of two CTAs makes the affine transition of a part of a segment: rank 0 its B (zero state),
-// rank
-//              1 its M (identity state, v = 0), 128 rows each, preparation shared as in kPair. No outputs.
+//              rank 1 its M (identity state, v = 0), 128 rows each, preparation shared as in kPair. No outputs.
 enum class Form { kWhole, kPair, kTransition };
 
 // One stage: everything the consumers need of one chunk. Tiles have the 128-byte swizzle: [64-channel half][row][128
@@ -24,7 +23,6 @@ struct Stage {
     static constexpr int row_scale = 14400;  // fp32 [k 16 | q 16]
     static constexpr int prepared = 14528;   // bytes copied to the peer
     static constexpr int v = 15360;          // [1 or 2 halves][16][128 B]
-    static constexpr int bytes = 19456;
 };
 
 template <Form kForm_, bool kBounded_, bool kGateFloat_>
@@ -48,25 +46,26 @@ struct Config {
                                           kThreads * kLaunchRegisters);
     // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups.
     static constexpr int kStages = kCluster ? 8 : 4;
-    static constexpr int kSlots = kCluster ? 1 : 2;  // raw tiles in flight a group
-
-    // With one slot, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may not lie
-    // over g. Unbounded gates reuse q and k as well, and fp32 g leaves no room.
-    static constexpr bool kEarlyReload = kBounded && kSlots == 1 && !kGateFloat;
+    static constexpr int kStageBytes = Stage::v + (kForm == Form::kPair ? 2048 : 4096);
 
     static constexpr int kGateTile = kGateFloat ? 8192 : 4096;
-    static constexpr int kRaw = 8192 + kGateTile;  // q, k, g of one chunk
-    static constexpr int kScratch = 1536;          // of a producer group, see prepare.cuh
+    static constexpr int kRaw = 8192 + kGateTile;        // q, k, g of one chunk
+    static constexpr int kScratch = 1536;                // of a producer group, see solve.cuh
     static constexpr int kStaging = kOutputs ? 512 : 0;  // of a consumer warp: its 16x16 output tile
+    static constexpr int kSlots = kCluster ? kGroups : 2 * kGroups;  // raw tiles in flight
+
+    // With one slot a group, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may
+    // not lie over g. Unbounded gates reuse q and k as well, and fp32 g leaves no room.
+    static constexpr bool kEarlyReload = kBounded && kCluster && !kGateFloat;
 
     static constexpr int stages = 0;
-    static constexpr int raw = stages + kStages * Stage::bytes;
-    static constexpr int inverse = raw + kGroups * kSlots * kRaw;
+    static constexpr int raw = stages + kStages * kStageBytes;
+    static constexpr int inverse = raw + kSlots * kRaw;
     static constexpr int scratch = inverse + (kEarlyReload ? kGroups * 4096 : 0);
     static constexpr int staging = scratch + kGroups * kScratch;
     static constexpr int full = staging + kWarpgroups * 4 * kStaging;  // barriers: stage ready
     static constexpr int empty = full + 8 * kStages;                   // stage free
     static constexpr int raw_full = empty + 8 * kStages;               // raw tiles landed
-    static constexpr int kBytes = raw_full + 8 * kGroups * kSlots + 1024;  // 1024: room to align the base
+    static constexpr int kBytes = raw_full + 8 * kSlots + 1024;  // 1024: room to align the base
     static_assert(kBytes <= 232448 - 1024, "shared memory of an SM, less what the driver and static variables take");
 };

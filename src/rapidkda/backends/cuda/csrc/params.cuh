@@ -19,7 +19,16 @@ enum Flags : u32 {
     kOrdered = 1u << 11,           // `order` holds the launch order of the segments
     kVectorStates = 1u << 12,      // pools are V-first and aligned for two elements at a time
     kGateFloat = 1u << 13,         // g is fp32, else bf16; for kernels that are not compiled for one of them
+    kScheduled = 1u << 14,         // `shares` says which CTA takes what
 };
+
+// Heads `head`... of a segment, one each for the CTAs (or clusters) `first`..., as many as `workers`; none: the end.
+struct Share {
+    u16 segment, head;
+    u8 first, workers;
+    u16 reserved;
+};
+constexpr int kShares = 96;
 
 struct Params {
     TensorMap q, k, v, g;          // tiles of 16 tokens of one head
@@ -53,6 +62,7 @@ struct Params {
     float scale, beta_scale, lower_bound;
     int checkpoints;               // entries of checkpoint_offset and checkpoint_slot
     u16 order[kOrderEntries];
+    Share shares[kShares];
 };
 
-static_assert(sizeof(Params) == 960, "host/params.py packs this layout");
+static_assert(sizeof(Params) == 1728, "host/params.py packs this layout");

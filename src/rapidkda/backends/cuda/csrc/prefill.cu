@@ -1,8 +1,8 @@
 // Chunked KDA prefill for compute capability 9.0, C = 16: one producer/consumer kernel, no workspace.
 //
-// One CTA (or a cluster of two, see Form) owns one value head of one segment, or a part of it. Consumer warpgroups run
-// the recurrence with the state in registers; producer warps turn raw q, k, v, g, beta of later chunks into its
-// operands. Inputs are read from global memory once and outputs written once.
+// A CTA (or a cluster of two, see Form) takes one value head of one segment, or a part of it, after another. Consumer
+// warpgroups run the recurrence with the state in registers; producer warps turn raw q, k, v, g, beta of later chunks
+// into its operands. Inputs are read from global memory once and outputs written once.
 //
 // Compiled with KDA_FORM, KDA_BOUNDED and KDA_GATE_FLOAT defined; `launch_info` tells the host how to launch the
 // result.
@@ -20,7 +20,7 @@ extern "C" __constant__ const LaunchInfo launch_info = {Kernel::kThreads, Kernel
 template <class C>
 DEVICE void write_zeros(const Params& p, const Work& w, u32 rank) {
     if (rank != 0) return;
-    for (int x = threadIdx.x; x < w.rows * 16; x += C::kThreads) {
+    for (int x = threadIdx.x; x < w.rows * 16; x += C::kConsumers) {
         u16* to = p.out + (w.first_token + (x >> 4)) * p.out_token_stride + w.head * p.out_head_stride + (x & 15) * 8;
         *reinterpret_cast<Words4*>(to) = Words4{0, 0, 0, 0};
     }
@@ -30,25 +30,36 @@ template <class C>
 DEVICE void run(const Params& p) {
     extern __shared__ u8 dynamic_shared[];
     const u32 shared = (shared_address(dynamic_shared) + 1023) & ~1023u;
-    const int thread = threadIdx.x, lane = thread & 31, warp_index = thread >> 5;
+    const int thread = threadIdx.x, lane = thread & 31;
+    // Shuffled, so that the assembler knows it is the same for the whole warp: addresses stay in uniform registers.
+    const int warp_index = __shfl_sync(kAllLanes, thread >> 5, 0);
     const u32 rank = C::kCluster ? cluster_rank() : 0;
     const int parts = C::kForm == Form::kTransition ? p.parts - 1 : p.parts;  // nobody needs the last transition
-    __shared__ Work w;  // in shared memory: read where it is needed, it costs the main loops no registers
-    if (thread == 0) w = find_work(p, blockIdx.x / (C::kCluster ? 2 : 1), parts);
-    __syncthreads();
-
-    if (C::kForm == Form::kTransition && !w.hands_over) return;  // both CTAs of a cluster
-    if (w.padding) {
-        if constexpr (C::kOutputs) write_zeros<C>(p, w, rank);
-        return;
-    }
+    const int units = p.segments * p.value_heads * parts;
+    // Each warp's own run: the roles are not always at the same one. In shared memory, read where it is needed, it
+    // costs the main loops no registers.
+    __shared__ Work works[C::kThreads / 32];
+    Work& w = works[warp_index];
+    const int workers = gridDim.x / (C::kCluster ? 2 : 1), worker = blockIdx.x / (C::kCluster ? 2 : 1);
+    int place = 0;
+    // The next run of this warp's role: how many chunks it has, or what else is to be done.
+    constexpr int kPadding = -1, kNothing = -2, kNoMore = -3;
+    auto next_run = [&]() {
+        const int unit = next_unit(p, worker, workers, units, place);
+        if (unit < 0) return kNoMore;
+        __syncwarp();
+        if (lane == 0) w = find_work(p, unit, parts);
+        __syncwarp();
+        const int chunks = C::kForm == Form::kTransition && !w.hands_over ? kNothing : w.padding ? kPadding : w.chunks;
+        return __shfl_sync(kAllLanes, chunks, 0);
+    };
     if (thread == 0) {
         for (int i = 0; i < C::kStages; i++) {
             const bool from_peer = C::kCluster && (i & 1) != rank;
             barrier_init(shared + C::full + 8 * i, from_peer ? 1 : 3);
             barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * (C::kCluster ? 2 : 1));
         }
-        for (int i = 0; i < C::kGroups * C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, 1);
+        for (int i = 0; i < C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, 1);
         barrier_init_fence();
         fence_async_proxy();
     }
@@ -57,10 +68,21 @@ DEVICE void run(const Params& p) {
 
     if (warp_index >= C::kWarpgroups * 4) {
         release_registers<C::kProducerRegisters>();
-        prepare_chunks<C>(p, w, shared, warp_index - C::kWarpgroups * 4, lane, rank);
+        for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
+            if (chunks < 0) continue;
+            if (C::kOutputs && w.has_initial && !p.starts)  // the consumers will want it when they come here
+                prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128),
+                               p.flags & kInitialFloat, thread - C::kConsumers, C::kThreads - C::kConsumers);
+            prepare_chunks<C>(p, w, shared, warp_index - C::kWarpgroups * 4, lane, rank, chunks, base);
+        }
     } else {
         claim_registers<C::kConsumerRegisters>();
-        run_recurrence<C>(p, w, shared, warp_index, lane, rank);
+        for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
+            if (chunks >= 0)
+                run_recurrence<C>(p, w, shared, warp_index, lane, rank, chunks, base);
+            else if (C::kOutputs && chunks == kPadding)
+                write_zeros<C>(p, w, rank);
+        }
     }
     if constexpr (C::kCluster) {  // neither CTA leaves while the other may still write to it
         __syncwarp();

@@ -1,10 +1,12 @@
 // The producers: from raw q, k, g, beta of a chunk to everything the recurrence needs of it (layout.cuh, Stage).
 //
 // Group i of two warps takes every kGroups-th chunk of this CTA. Warp w owns channels 64 w .. 64 w + 63, a lane two
-// neighbouring ones, over all 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA, kSlots ahead. The two
-// warps take turns as the solver, which has the longer second half of a chunk: the other one goes ahead.
+// neighbouring ones, over all 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA in a ring of slots that
+// the groups share. The two warps take turns as the solver, which has the longer second half of a chunk: the other one
+// goes ahead. Chunks count from the kernel's start over all runs of the CTA, so producers go on to the next run while
+// the consumers finish this one: chunk `base + i` is the i-th of this run.
 //
-// Barriers. `raw_full[group, slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of
+// Barriers. `raw_full[slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of
 // both CTAs of a cluster, is done with the stage. `full[stage]`: this group's two warps arrived and V's bytes landed;
 // where the peer prepares the chunk, the bytes of its copy and of V. Named barriers of a group: `tiles_written` before
 // the products within the chunk, `chunk_done` before the raw slot is filled again and, in a cluster, the stage is
@@ -135,80 +137,88 @@ DEVICE void accumulate_decays(float* x, const GateChannels& gate, bool raw_gate)
 }
 
 template <class C>
-DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank) {
+DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank, int n,
+                           int base) {
     const int group = warp_index >> 1, warp = warp_index & 1;
-    const int query_head = w.head / p.group, n = w.chunks;
-    constexpr int kStep = C::kGroups * (C::kCluster ? 2 : 1);  // chunks between two of this group
-    const int first = C::kCluster ? 2 * group + rank : group;
+    const int query_head = w.head / p.group;
+    constexpr int kCtas = C::kCluster ? 2 : 1, kStep = C::kGroups * kCtas;  // chunks between two of this group
+    const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
+    const int first_turn = (base + first) / kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
     const GateChannels gate = gate_channels(p, w.head, 64 * warp + 2 * this_lane);
     const int tiles_written = 1 + group, chunk_done = 1 + C::kGroups + group;  // named barriers of this group
 
-    auto raw_slot = [&](int slot) { return shared + C::raw + (group * C::kSlots + slot) * C::kRaw; };
-    auto raw_barrier = [&](int slot) { return shared + C::raw_full + 8 * (group * C::kSlots + slot); };
-    auto load_raw = [&](int chunk, int slot) {  // one thread
-        const u32 to = raw_slot(slot), bar = raw_barrier(slot);
-        const int token = w.first_token + chunk * kChunk;
+    auto load_raw = [&](int i) {  // one thread
+        const int slot = (base + i) / kCtas % C::kSlots, token = w.first_token + i * kChunk;
+        const u32 to = shared + C::raw + slot * C::kRaw, bar = shared + C::raw_full + 8 * slot;
         barrier_expect(bar, C::kRaw);
         copy_tile(to, &p.q, token, 0, query_head, bar);
         copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
         copy_tile(to + 8192, &p.g, token, 0, w.head, bar);
     };
-    if (warp == 0 && this_lane == 0)
-        for (int slot = 0; slot < C::kSlots; slot++)
-            if (first + slot * kStep < n) load_raw(first + slot * kStep, slot);
-    u32 beta_bits = warp == 0 && this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0u;
+    constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
+    named_barrier(tiles_written, 64);          // both warps have left the raw tiles of the run before
+    if (warp == 0 && this_lane == 0)           // slots that this group was the last to use
+#pragma unroll 1
+        for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
+            if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i);
+    u32 beta_bits = warp == (first_turn & 1) && this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0u;
 
-    const u32 own = warp * 2048;  // this warp's half of a bf16 tile
+    const u32 half = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
     for (int i = first; i < n; i += kStep) {
-        const int lane = opaque(this_lane);
+        const int lane = fresh_lane();
         const u32 word = lane * 4;  // of a row
-        const int turn = i / kStep, slot = turn % C::kSlots, stage_index = i % C::kStages;
+        const int turn = (base + i) / kStep, load = (base + i) / kCtas, slot = load % C::kSlots;
+        const int stage_index = (base + i) % C::kStages;
         const bool solver = warp == (turn & 1);
-        const u32 raw = raw_slot(slot), stage = shared + C::stages + stage_index * Stage::bytes;
+        const u32 raw = shared + C::raw + slot * C::kRaw, stage = shared + C::stages + stage_index * C::kStageBytes;
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
-        const u32 own_scales = scales + (solver ? 0 : 64);
         const int rows = min(kChunk, w.rows - i * kChunk);
         const float beta = solver && lane < rows ? decode_beta(p, beta_bits) : 0.f;
         if (!solver && lane < 16) beta_bits = load_beta(p, w, (i + kStep) * kChunk + lane);  // the next solver
-        barrier_wait(raw_barrier(slot), (turn / C::kSlots) & 1);
+        barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if (rows < kChunk) blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
-        write_row_scales(own_scales, raw + (solver ? 4096 : 0), lane, rows, p.flags & kL2Norm, solver ? 1.f : p.scale);
+        const bool l2norm = p.flags & kL2Norm;
+        if (!solver)
+            write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
+        else if (!l2norm)
+            write_row_scales(scales, raw + 4096, lane, rows, false, 1.f);
 
         float decay[32];  // of this lane's two channels: logits, then prefix sums of log2 decays from their anchor
         load_logits<C>(decay, raw + 8192, warp, lane);
         accumulate_decays<C>(decay, gate, p.flags & kRawGate);
 
-        barrier_wait(empty, ((i / C::kStages) & 1) ^ 1);
+        barrier_wait(empty, (((base + i) / C::kStages) & 1) ^ 1);
         if (!solver && lane == 0) load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
-        if (lane < 16)
+        if (lane < 16 && (!solver || !l2norm))
             store_shared_float(stage + Stage::row_scale + (solver ? 0 : 64) + lane * 4,
-                               load_shared_float(own_scales + lane * 4) * Gate::down);
+                               load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::down);
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
-        const u32 own_kd = stage + Stage::kd_qd + 2 * own, own_kr = stage + Stage::kr + own;
+        const u32 own_kd = stage + Stage::kd_qd + 2 * half, own_kr = stage + Stage::kr + half;
         float end0, end1;
         if constexpr (C::kBounded) {
             u32 keys[16];
 #pragma unroll
-            for (int t = 0; t < 16; t++) keys[t] = load_shared(raw + 4096 + own + t * 128 + (word ^ ((t & 7) << 4)));
+            for (int t = 0; t < 16; t++) keys[t] = load_shared(raw + 4096 + half + t * 128 + (word ^ ((t & 7) << 4)));
             end0 = exp2_approx(decay[30]) * Gate::down;
             end1 = exp2_approx(decay[31]) * Gate::down;
-            decay_bounded(decay, keys, raw + own, own_inverse, own_kd, own_kr, word);
+            decay_bounded(decay, keys, raw + half, own_inverse, own_kd, own_kr, word);
         } else {
             named_barrier(tiles_written, 64);  // both warps have read the raw tiles for their scales
-            decay_unbounded(decay, raw + own, own_inverse, own_kd, own_kr, word, end0, end1);
+            decay_unbounded(decay, raw + half, own_inverse, own_kd, own_kr, word, end0, end1);
         }
         store_shared_pair(stage + Stage::decay + (lane & 3) * Stage::decay_row + (8 * warp + (lane >> 2)) * 8, end0,
                           end1);
         named_barrier(tiles_written, 64);
-        if (C::kEarlyReload && !solver && lane == 0 && i + kStep < n) load_raw(i + kStep, 0);
+        if (C::kEarlyReload && !solver && lane == 0 && i + kAhead < n) load_raw(i + kAhead);
         if constexpr (C::kBounded)
-            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, scales, solver, lane, beta);
+            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, scales, solver, lane, beta, rows, l2norm);
         else
-            multiply_unbounded<C::kGateTile / 2>(raw, inverse, stage, scratch, scales, solver, lane, beta);
+            multiply_unbounded<C::kGateTile / 2>(raw, inverse, stage, scratch, scales, solver, lane, beta, rows,
+                                                 l2norm);
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) barrier_arrive(full);
@@ -219,7 +229,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         named_barrier(chunk_done, 64);
         if (lane == 0) {
             if constexpr (C::kCluster) copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
-            if (!C::kEarlyReload && i + kStep * C::kSlots < n) load_raw(i + kStep * C::kSlots, slot);
+            if (!C::kEarlyReload && i + kAhead < n) load_raw(i + kAhead);
         }
     }
 }

@@ -6,7 +6,8 @@
 //   R = V - W,  U = R Tinv^T      mma.sync; R and Tinv in high and low bf16 parts: for near-collinear keys entries of
 //                                 Tinv are large and cancel, and one bf16 product loses what is left
 //   O = O' + U Aqk^T              mma.sync, fp16, U in a high and a low part: writes of strength 1 cancel the state
-//   S = decay S + U kr            wgmma, n = 128, fp16: bf16 keys alone would cost 7e-3 of the state when U telescopes
+//   S = decay S + U kr            wgmma, n = 128, fp16: bf16 keys would cost 7e-3 of the state when U telescopes; the
+//                                 low part of U is below what fp16 keys leave there
 //
 // The critical path is state -> W -> U -> state. The loop is rotated, front(i) = W and U of chunk i, back(i) = its
 // update, and everything else lies beside one of the two wgmma chains: the decay and the stores of the last output
@@ -20,6 +21,8 @@
 #include "state.cuh"
 #include "work.cuh"
 
+constexpr int kEarlyDecays = 2;  // fours of channels whose decay is loaded with the operands; the others beside W
+
 // Keep the tokens below `rows` of a V fragment: words 0, 1 hold tokens 2q, 2q+1; words 2, 3 tokens 8+2q, 9+2q.
 DEVICE void mask_tokens(u32* v, int q, int rows) {
 #pragma unroll
@@ -29,9 +32,9 @@ DEVICE void mask_tokens(u32* v, int q, int rows) {
     }
 }
 
-// U meets the state's update in fp16, in a high and a low part: 22 bits, but a narrow range. So a warp keeps its rows
-// of the state, and with them U, scaled by a power of two that it moves when U leaves the middle of that range: exact,
-// and nearly never. No row of the state is shared between warps.
+// U meets the state's update in fp16: 11 bits, but a narrow range. So a warp keeps its rows of the state, and with them
+// U, scaled by a power of two that it moves when U leaves the middle of that range: exact, and nearly never. No row of
+// the state is shared between warps.
 struct Range {
     static constexpr u32 kLow = 0x3c000000u, kHigh = 0x45800000u;  // 2^-7 and 2^12 as bits
     static constexpr float kMost = 0x1p60f;
@@ -52,7 +55,7 @@ struct Range {
         float factor = __int_as_float(min(max(127 + 4 - exponent, 1), 254) << 23);
         factor = fminf(fmaxf(factor, out / kMost), out * kMost);
         in *= factor;
-        out = 1.f / in;
+        out = __int_as_float(0x7f000000 - __float_as_int(in));  // of a power of two
         low = in < kMost ? kLow : 0u;
         return factor;
     }
@@ -63,12 +66,13 @@ DEVICE PoolLayout pool_layout(const Params& p, u32 is_float) {
 }
 
 template <class C>
-DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_index, int lane, u32 rank) {
+DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_index, int lane, u32 rank, int n,
+                           int base) {
     const int warpgroup = warp_index >> 2, warp = warp_index & 3, g = lane >> 2, q = lane & 3;
     const bool identity = C::kForm == Form::kTransition && rank == 1;  // the rows of M: S0 = I, v = 0
     const int v_half = C::kForm == Form::kPair ? rank : warpgroup;      // which 64 of V
     const int row = v_half * 64 + warp * 16 + g, column = 2 * q;
-    const int n = w.chunks, warm_up = C::kForm == Form::kPair ? w.warm_up : 0;  // chunks of which nothing is kept
+    const int warm_up = C::kForm == Form::kPair ? w.warm_up : 0;  // chunks of which nothing is kept
     const PoolLayout dense{true, true, true};
     auto head_offset = [&]() { return static_cast<i64>(w.head) * (128 * 128); };
     auto part_offset = [&](int part) { return part_index(p, w, part) * (128 * 128); };
@@ -123,7 +127,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4], intra[4];
     u32 u[4], u_low[4], output[4];
     Pair scale, scale8, query_scale, query_scale8;
-    Quad first_decay;
+    Quad early_decay[kEarlyDecays];
     Range range;
 
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
@@ -142,8 +146,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();
     };
 
-    int stage_index = 0, parity = 0;  // of the chunk whose operands were loaded last
-    u32 stage = shared + C::stages, full = shared + C::full;
+    int stage_index = base % C::kStages, parity = (base / C::kStages) & 1;  // of the chunk loaded last
+    u32 stage = shared + C::stages + stage_index * C::kStageBytes, full = shared + C::full + 8 * stage_index;
     auto load_decay = [&](int j) { return load_shared_quad(stage + Stage::decay + q * Stage::decay_row + j * 16); };
     auto load_operands = [&](int i) {
         barrier_wait(full, parity);
@@ -152,7 +156,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         load_matrix(inverse_low, stage + Stage::inverse_low + small_lane);
         scale = load_shared_pair(stage + Stage::row_scale + q * 8);
         scale8 = load_shared_pair(stage + Stage::row_scale + 32 + q * 8);
-        first_decay = load_decay(0);
+#pragma unroll
+        for (int j = 0; j < kEarlyDecays; j++) early_decay[j] = load_decay(j);
         if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
     };
     auto front = [&](int i, bool writes) {  // writes: the output of the chunk before
@@ -177,7 +182,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         if (has_output) read_output();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const Quad e = j == 0 ? first_decay : load_decay(j);
+            const Quad e = j < kEarlyDecays ? early_decay[j] : load_decay(j);
             float* s = state + 8 * j;
             s[0] *= e.x;
             s[1] *= e.y;
@@ -246,10 +251,9 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         const u64 kr = swizzled_tile(stage + Stage::kr, 2048, 1024);
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
-        wgmma_f16_n128(state, u_low, kr);
         wgmma_commit();
         const u32 empty = full + C::empty - C::full;
-        stage += Stage::bytes;
+        stage += C::kStageBytes;
         full += 8;
         if (++stage_index == C::kStages) {
             stage_index = 0;

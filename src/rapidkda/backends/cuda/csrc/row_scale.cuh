@@ -1,4 +1,4 @@
-// Scales of raw q and k rows: 1 / |x_i| under the L2 norm, else 1; times a factor; 0 past the segment's end. Operands
+// Scales of raw rows: 1 / |x_i| under the L2 norm, else 1; times a factor; 0 past the segment's end. Operands
 // stay raw, and the scales are applied to rows and columns of the small products instead.
 #pragma once
 #include "tiles.cuh"

@@ -84,6 +84,13 @@ DEVICE int opaque(int x) {
     return x;
 }
 
+// This thread's lane, read anew in a loop that has no register to keep it in.
+DEVICE int fresh_lane() {
+    int lane;
+    asm volatile("mov.u32 %0,%%laneid;" : "=r"(lane));
+    return lane;
+}
+
 struct alignas(8) Pair {
     float x, y;
 };

@@ -26,14 +26,28 @@ DEVICE LowerScales lower_scales(u32 scales, int lane, float beta) {
                        load_shared_pair(scales + q * 8), load_shared_pair(scales + 32 + q * 8)};
 }
 
-// Lane j < 16 computes column j and writes Diag(key scale) (I + L)^-1 Diag(beta), as a high and a low bf16 part: the
-// consumers multiply raw keys, so the rows carry their scale.
-// scales: of the keys.
+// Scales of the keys, 1 / |k_i|, from the diagonal of the products within the chunk: rows g and g + 8.
+DEVICE void norm_scales(u32 scales, u32 row_scale, float first, float second, int lane, int rows, float down) {
+    const int g = lane >> 2;
+    if ((lane & 3) == (g >> 1)) {
+        const float a = g < rows ? inverse_sqrt(first + 1e-6f) : 0.f;
+        const float b = g + 8 < rows ? inverse_sqrt(second + 1e-6f) : 0.f;
+        store_shared_float(scales + g * 4, a);
+        store_shared_float(scales + 32 + g * 4, b);
+        store_shared_float(row_scale + g * 4, a * down);
+        store_shared_float(row_scale + 32 + g * 4, b * down);
+    }
+    __syncwarp();
+}
+
+// Lanes j and 16 + j compute column j of Diag(key scale) (I + L)^-1 Diag(beta) and write the upper and the lower half
+// of its rows, as a high and a low bf16 part: the consumers multiply raw keys, so the rows carry their scale.
+// scales: of the keys; beta: of token `lane`.
 DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float beta) {
-    if (lane >= 16) return;
+    const int column = lane & 15, first_row = (lane >> 4) * 8;
     float x[16];
 #pragma unroll
-    for (int m = 0; m < 16; m++) x[m] = m == lane ? 1.f : 0.f;
+    for (int m = 0; m < 16; m++) x[m] = m == column ? 1.f : 0.f;
 #pragma unroll
     for (int m = 0; m < 15; m++) {
 #pragma unroll
@@ -45,11 +59,14 @@ DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float 
             if (4 * c + 3 > m) x[4 * c + 3] = fmaf(-l.w, x[m], x[4 * c + 3]);
         }
     }
-    const u32 to = stage + Stage::inverse + small_matrix(0, lane), low = to + Stage::inverse_low - Stage::inverse;
+    const float strength = __shfl_sync(kAllLanes, beta, column);
+    const u32 to = stage + Stage::inverse + small_matrix(first_row, column);
+    const u32 low = to + Stage::inverse_low - Stage::inverse;
 #pragma unroll
-    for (int m = 0; m < 16; m += 2) {
-        const Pair scale = load_shared_pair(scales + m * 4);
-        const float y0 = x[m] * beta * scale.x, y1 = x[m + 1] * beta * scale.y;
+    for (int m = 0; m < 8; m += 2) {
+        const Pair scale = load_shared_pair(scales + (first_row + m) * 4);
+        const float y0 = (first_row ? x[m + 8] : x[m]) * strength * scale.x;
+        const float y1 = (first_row ? x[m + 9] : x[m + 1]) * strength * scale.y;
         const u32 high = pack_bf16(y0, y1);
         store_shared_halves(to + m * 16, to + m * 16 + 16, high);
         store_shared_halves(low + m * 16, low + m * 16 + 16, pack_bf16(y0 - low_bf16(high), y1 - high_bf16(high)));

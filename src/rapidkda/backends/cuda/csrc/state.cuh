@@ -42,6 +42,13 @@ DEVICE void load_state(float* state, const void* base, i64 offset, int row, int 
     }
 }
 
+// Brings a head's matrix into the L2 cache; `thread` of `threads`.
+DEVICE void prefetch_state(const void* base, i64 offset, bool is_float, int thread, int threads) {
+    const char* from = static_cast<const char*>(base) + offset * (is_float ? 4 : 2);
+    for (int at = thread * 128; at < 128 * 128 * (is_float ? 4 : 2); at += threads * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+}
+
 // As load_state; every element times `scale`.
 DEVICE void store_state(const float* state, void* base, i64 offset, int row, int column, PoolLayout layout,
                         float scale) {

@@ -33,6 +33,21 @@ DEVICE i64 part_index(const Params& p, const Work& w, int part) {
     return (static_cast<i64>(w.segment) * p.parts + part) * p.value_heads + w.head;
 }
 
+// The next unit of work of a CTA (or cluster), or -1; place: where its last search ended. Where the host knows the
+// lengths it says who takes what, so that all end together; else the units go round, and back.
+DEVICE int next_unit(const Params& p, int worker, int workers, int units, int& place) {
+    if (p.flags & kScheduled) {
+        while (place < kShares && p.shares[place].workers) {
+            const Share s = p.shares[place++];
+            if (worker >= s.first && worker < s.first + s.workers)
+                return s.segment * p.value_heads + s.head + worker - s.first;
+        }
+        return -1;
+    }
+    const int round = place++, unit = round * workers + (round & 1 ? workers - 1 - worker : worker);
+    return unit < units ? unit : -1;
+}
+
 // Index of the work unit, heads fastest; longest segments first where the host gave an order. `parts` of each segment.
 // With `seams` the run of a part begins where its seam says.
 DEVICE Work find_work(const Params& p, int index, int parts, bool seams = true) {

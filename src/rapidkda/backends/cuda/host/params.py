@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ORDER_ENTRIES = 64
-SIZE = 960  # sizeof(Params): its alignment is that of a tensor map, 64
+SIZE = 1728  # sizeof(Params): its alignment is that of a tensor map, 64
 
 
 class Flags:
@@ -30,6 +30,7 @@ class Flags:
     ORDERED = 1 << 11
     VECTOR_STATES = 1 << 12
     GATE_FLOAT = 1 << 13
+    SCHEDULED = 1 << 14
 
 
 # The addresses, after the four tensor maps, in the order of the C struct; 0 where a tensor is absent.
@@ -86,7 +87,7 @@ class Constants(NamedTuple):
     checkpoints: int
 
 
-_CONSTANTS = struct.Struct("<10q9iI3fi128s")
+_CONSTANTS = struct.Struct("<10q9iI3fi128s768s")
 _MAPS = "512s"
 
 
@@ -95,8 +96,8 @@ def addresses(present: Sequence[bool]) -> struct.Struct:
     return struct.Struct(f"<{_MAPS}{''.join('Q' if here else '8x' for here in present)}")
 
 
-def pack(constants: Constants, order: bytes) -> bytes:
+def pack(constants: Constants, order: bytes, shares: bytes) -> bytes:
     """All of the parameter, with maps and addresses left open."""
-    return addresses([False] * len(ADDRESSES)).pack(b"") + _CONSTANTS.pack(*constants, order).ljust(
+    return addresses([False] * len(ADDRESSES)).pack(b"") + _CONSTANTS.pack(*constants, order, shares).ljust(
         SIZE - 512 - 8 * len(ADDRESSES), b"\0"
     )

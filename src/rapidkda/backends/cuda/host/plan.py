@@ -22,10 +22,11 @@ MAX_PARTS = 16
 STATE_BYTES = 128 * 128 * 4  # one head's state in fp32
 PART_BYTES = 64  # of a part of a head besides its states: 8 flags and its seam
 
-# Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a round of CTAs costs at least, and what a
-# chunk costs while it runs. Unbounded gates cost about 1.2 times as much in every form, so the choice is the same.
-WHOLE_START_US, WHOLE_US = 14.6, 1.30
-PAIR_START_US, PAIR_US = 11.5, 0.73
+# Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a launch costs at least, what going on to
+# the next head costs, and a chunk. Unbounded gates cost 1.2 to 1.4 times as much in every form, so the choice is the
+# same.
+WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.22
+PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.73
 PARALLEL_START_US, TRANSITION_US = 44.0, 0.94  # four launches and the composition
 COMPOSE_US = 1.0  # a part
 HANDOVER_START_US, HANDOVER_US = 16.0, 1.1  # over a pair where nothing is forgotten: two launches, a wait of each part
@@ -69,8 +70,10 @@ def plan_prefill(segments: int, total_chunks: int, longest_chunks: int, value_he
     """
     chains = segments * value_heads
     costs: dict[tuple[FormName, int], float] = {
-        ("whole", 1): _serial(segments, value_heads, total_chunks, longest_chunks, sms, 1, WHOLE_START_US, WHOLE_US),
-        ("pair", 1): _serial(segments, value_heads, total_chunks, longest_chunks, sms, 2, PAIR_START_US, PAIR_US),
+        ("whole", 1): WHOLE_START_US
+        + _serial(segments, value_heads, total_chunks, longest_chunks, sms, WHOLE_SWITCH_US, WHOLE_US),
+        ("pair", 1): PAIR_START_US
+        + _serial(segments, value_heads, total_chunks, longest_chunks, sms // 2, PAIR_SWITCH_US, PAIR_US),
     }
     for parts in range(2, MAX_PARTS + 1):
         if 2 * chains * parts <= sms:
@@ -90,15 +93,16 @@ def plan_prefill(segments: int, total_chunks: int, longest_chunks: int, value_he
 
 
 def _serial(
-    segments: int, value_heads: int, total: int, longest: int, sms: int, ctas: int, start_us: float, chunk_us: float
+    segments: int, value_heads: int, total: int, longest: int, workers: int, switch_us: float, chunk_us: float
 ) -> float:
-    """Device time when each head runs its chunks one after another on `ctas` CTAs."""
+    """Time of the worker that ends last, when each takes heads one after another."""
     chains = segments * value_heads
-    alone = start_us + longest * chunk_us  # the longest chain, however idle the device is
-    full = (chains * start_us + total * value_heads * chunk_us) * ctas / sms  # every multiprocessor busy to the end
+    alone = longest * chunk_us  # the longest chain, however idle the device is
+    full = (chains * switch_us + total * value_heads * chunk_us) / workers - switch_us  # every worker busy to the end
     rounds = 0.0
     if total == segments * longest:  # equal lengths come and go together
-        rounds = -(-chains * ctas // sms) * alone
+        each = -(-chains // workers)
+        rounds = each * alone + (each - 1) * switch_us
     return max(alone, full, rounds)
 
 

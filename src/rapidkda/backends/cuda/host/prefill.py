@@ -14,7 +14,7 @@ from ....segments import Segments
 from ...driver import Launches, Shape
 from .. import compiler
 from ..compiler import KernelSource
-from . import params
+from . import params, schedule
 from .params import ORDER_ENTRIES, Constants, Flags
 from .plan import CHUNK, PART_BYTES, STATE_BYTES, Plan, plan_prefill
 from .tensor_map import ALIGNMENT, tensor_map
@@ -138,12 +138,14 @@ class Prepared:
             call.out.copy_(out)
 
     def _bind(self, call: PrefillCall, out: Tensor, tensors: tuple[Tensor | None, ...], vectors: bool) -> Launches:
-        order = _order(call.segments)
         parts, scratch = self.plan.parts, bool(self._scratch_bytes)
+        shares = _shares(call, _workers(self.plan, self.device)) if parts == 1 else b""
+        order = b"" if shares else _order(call.segments)
+        constants = _constants(call, out, parts, bool(order), bool(shares), vectors)
         return Launches(
             self.device,
             _shapes(call, self.plan, self.device),
-            params.pack(_constants(call, out, parts, order, vectors), order),
+            params.pack(constants, order, shares),
             (0,),
             params.addresses([*[x is not None for x in tensors], *[scratch] * 4]),
         )
@@ -178,11 +180,9 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
         loaded = compiler.load(source, device)
         return Shape(loaded.function, (x * loaded.cluster, y, z), loaded.threads, loaded.shared_bytes)
 
-    if chosen.form == "whole":
-        return [shape(kernel("whole", bounded, gate_float), units)]
-    main = shape(kernel("pair", bounded, gate_float), units * chosen.parts)
-    if chosen.form == "pair":
-        return [main]
+    if chosen.parts == 1:  # CTAs, or clusters of two, that stay and take one head after another
+        return [shape(kernel(chosen.form, bounded, gate_float), min(units, _workers(chosen, device)))]
+    main = shape(kernel("pair", bounded, gate_float), units * chosen.parts)  # all of them: some wait for others
     seams = shape(SEAMS, tokens.value_heads, chosen.parts, segments.count)
     if chosen.form == "handover":
         return [seams, main]
@@ -194,7 +194,7 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
     ]
 
 
-def _constants(call: PrefillCall, out: Tensor, parts: int, order: bytes, vectors: bool) -> Constants:
+def _constants(call: PrefillCall, out: Tensor, parts: int, ordered: bool, scheduled: bool, vectors: bool) -> Constants:
     """`vectors`: two neighbouring elements of a state's row may be moved at once."""
     tokens, segments, gate, beta = call.tokens, call.segments, call.tokens.gate, call.tokens.beta
     initial, final, checkpoint_pool = call.initial, call.final, call.checkpoint_pool
@@ -211,7 +211,8 @@ def _constants(call: PrefillCall, out: Tensor, parts: int, order: bytes, vectors
         Flags.READ_SLOTS_64: _has_dtype(read_slots, torch.int64),
         Flags.WRITE_SLOTS_64: _has_dtype(write_slots, torch.int64),
         Flags.INITIAL_FLAG_32: _has_dtype(has_initial, torch.int32),
-        Flags.ORDERED: bool(order),
+        Flags.ORDERED: ordered,
+        Flags.SCHEDULED: scheduled,
         Flags.VECTOR_STATES: vectors,
         Flags.GATE_FLOAT: tokens.g.dtype is torch.float32,
     }
@@ -279,6 +280,17 @@ def _maps(call: PrefillCall, keep: list[Tensor | None]) -> bytes:
 def _strided_rows(out: Tensor) -> bool:
     """The rows of an output cannot all start at multiples of 16 bytes."""
     return any(extent > 1 and stride % 8 for extent, stride in zip(out.shape[:2], out.stride()[:2]))
+
+
+def _workers(chosen: Plan, device: int) -> int:
+    """CTAs, or clusters of two, that run at once."""
+    return multiprocessors(device) // (1 if chosen.form == "whole" else 2)
+
+
+def _shares(call: PrefillCall, workers: int) -> bytes:
+    """Who takes what, where the host knows the lengths."""
+    host = call.segments.host
+    return b"" if host is None else schedule.shares(host[1], call.tokens.value_heads, workers)
 
 
 def _order(segments: Segments) -> bytes:
