@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,8 @@ def launch_everything() -> None:
     BACKEND.prefill(calls.prefill([40], gate="log_decay"))  # without gate parameters
     BACKEND.decode(calls.decode(2, gate="log_decay"))
     BACKEND.decode(calls.decode(2))
+    call = calls.decode(2)
+    BACKEND.decode(replace(call, pool=call.pool.to(torch.bfloat16)))
     BACKEND.verify(calls.verify(2, replay=False))
     BACKEND.verify(calls.verify(2, replay=True))
     BACKEND.commit(calls.commit(2))
@@ -78,12 +81,14 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
         BACKEND.prefill(calls.prefill([64]))
         BACKEND.prefill(calls.prefill([4000]))  # long enough to be cut
         BACKEND.decode(calls.decode(1))
+        BACKEND.verify(calls.verify(1, replay=True))
         BACKEND.conv(calls.conv([64, 64]))
         warm = {id(kernel) for kernel in kernels}
         for lens in ([1], [65, 3], [700], [16] * 7):
             BACKEND.prefill(calls.prefill(lens))
         for batch in (2, 3, 5, 17):
             BACKEND.decode(calls.decode(batch))
+            BACKEND.verify(calls.verify(batch, replay=True))
         BACKEND.conv(calls.conv([17, 64, 5]))
     assert {id(kernel) for kernel in kernels} == warm
 

@@ -3,7 +3,9 @@
 A program owns VB value rows of one head of one request and keeps them in registers; the value rows of a state are
 independent. Only the replay form keeps all of them in one program, since all of them read the same records.
 
-    S = S exp(g)      u = b (v - S k)      S = S + u k^T      o = scale S q        S [V, K]
+    S = S exp(g)      u = b (v - S k)      o = scale (S q + u <k, q>)      S = S + u k^T        S [V, K]
+
+Written this way the sums over channels for u and o do not wait for each other.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -15,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
-from . import launch
+from . import config, launch
 from .blocks import L2_EPS, exp, gate_bias, log_decay, narrow, trips, usable, write_strength
 
 SIZES = ["pool_rows", "pad_slot", "positions", "group"]
@@ -55,14 +57,12 @@ def _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM: tl.c
 
 
 @triton.jit
-def _advance(state, k, g, u_or_v, b, REPLAY: tl.constexpr):
-    """One step of a state tile [VB, K]; returns the state and the correction u [VB]. REPLAY: u is known."""
+def _step(state, k, g, q, v, b):
+    """One token on a state tile [VB, K]; returns the state, the correction u [VB] and the output [VB]."""
     state = state * exp(g)[None, :]
-    if REPLAY:
-        u = u_or_v
-    else:
-        u = b * (u_or_v - tl.sum(state * k[None, :], 1))
-    return state + u[:, None] * k[None, :], u
+    u = b * (v - tl.sum(state * k[None, :], 1))
+    out = tl.sum(state * q[None, :], 1) + u * tl.sum(k * q, 0)
+    return state + u[:, None] * k[None, :], u, out
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
@@ -72,7 +72,7 @@ def step_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, read_s, write_s, write_j, accepted_s, pool_s,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, V_FIRST: tl.constexpr, VERIFY: tl.constexpr,
+    VB: tl.constexpr, V_FIRST: tl.constexpr, VERIFY: tl.constexpr, EVICT: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     """Decode (one token, read and write slots) or slot-per-position verification (VERIFY). Grid (N * V / VB, HV)."""
     n = (tl.program_id(0) // (V // VB)).to(tl.int64)
@@ -92,7 +92,8 @@ def step_kernel(
         real = usable(slot, pool_rows, pad_slot) & usable(target, pool_rows, pad_slot)
         count = tl.minimum(count, 1)
     offsets = _state_offsets(head, rows, channels, K, V, V_FIRST)
-    state = tl.load(p_pool + slot * pool_s + offsets, mask=real & (count > 0), other=0.0).to(tl.float32)
+    p_read_state = p_pool + slot * pool_s + offsets
+    state = tl.load(p_read_state, mask=real & (count > 0), other=0.0, eviction_policy=EVICT).to(tl.float32)
     first = tl.load(p_first + n * first_s).to(tl.int64)
     for j in range(0, trips(count)):
         token = first + j
@@ -102,15 +103,16 @@ def step_kernel(
         )  # fmt: skip
         q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
         v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
-        state, _ = _advance(state, k, g, v, b, False)
-        out = tl.where(real, tl.sum(state * q[None, :], 1), 0.0)
+        state, _, out = _step(state, k, g, q, v, b)
+        out = tl.where(real, out, 0.0)
         tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
         if VERIFY:
             target = tl.load(p_write + n * write_s + j * write_j).to(tl.int64)
             keep = real & usable(target, pool_rows, pad_slot)
         else:
             keep = real
-        tl.store(p_pool + target * pool_s + offsets, narrow(state, p_pool.dtype.element_ty), mask=keep)
+        p_write_state = p_pool + target * pool_s + offsets
+        tl.store(p_write_state, narrow(state, p_pool.dtype.element_ty), mask=keep, cache_modifier=WRITE)
 
 
 @triton.jit
@@ -123,7 +125,7 @@ def _replay(
         k = tl.load(p_record + channels)
         g = tl.load(p_record + K + channels)
         u = tl.load(p_record + 2 * K + rows)
-        state, _ = _advance(state, k, g, u, 0.0, True)
+        state = state * exp(g)[None, :] + u[:, None] * k[None, :]
     return state
 
 
@@ -164,8 +166,8 @@ def replay_kernel(
             )  # fmt: skip
             q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
             v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
-            state, u = _advance(state, k, g, v, b, False)
-            out = tl.where(real, tl.sum(state * q[None, :], 1), 0.0)
+            state, u, out = _step(state, k, g, q, v, b)
+            out = tl.where(real, out, 0.0)
             tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
             p_record = p_slot_records + j * records_j + head * WIDTH
             tl.store(p_record + channels, k, mask=real & last)
@@ -198,7 +200,7 @@ def value_block(key_dim: int, value_dim: int, state_dtype: torch.dtype) -> int:
     return min(value_dim, (1024 if state_dtype == torch.float32 else 2048) // key_dim)
 
 
-_step = launch.Launcher(step_kernel)
+_steps = launch.Launcher(step_kernel)
 _replay_verify = launch.Launcher(replay_kernel)
 _commit = launch.Launcher(commit_kernel)
 
@@ -234,7 +236,9 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
     tokens, segments, pool = call.tokens, call.segments, call.pool
     block = value_block(tokens.key_dim, tokens.value_dim, pool.dtype)
     positions = 1 if accepted is None else read.shape[1]
-    return _step.bind(
+    # Measured on an H200: states in bfloat16 gain from leaving the cache at once, those in float32 lose.
+    caching = ("", "") if pool.dtype == torch.float32 else ("evict_first", ".cs")
+    return _steps.bind(
         pool.device,
         (segments.count * (tokens.value_dim // block), tokens.value_heads, 1),
         (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
@@ -249,7 +253,7 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
             launch.stride(accepted),
             pool.stride(0),
         ),
-        (*launch.constants(tokens), block, call.state_v_first, accepted is not None),
+        (*launch.constants(tokens), block, call.state_v_first, accepted is not None, *caching),
         num_warps=1,
     )
 
@@ -259,32 +263,46 @@ def _run_replay(call: VerifyCall, records: Tensor) -> None:
     if prepared is None:
         prepared = call.memo["triton"] = _bind_replay(call, records)
     segments = call.segments
-    prepared(
-        (*launch.inputs(call.tokens), call.out, call.pool, records),
-        (segments.first_token, segments.length, call.slots, call.accepted),
-    )
+    data = (*launch.inputs(call.tokens), call.out, call.pool, records)
+    tables = (segments.first_token, segments.length, call.slots, call.accepted)
+    run, other = prepared
+    if run(data, tables):  # the first call of its kind: another batch may take the other, and must not compile then
+        other(data, tables, compile_only=True)
 
 
-def _bind_replay(call: VerifyCall, records: Tensor) -> launch.Launch:
+def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, launch.Launch]:
+    """The launch of this call, and that of a call with another batch: few programs get more warps and all value rows at
+    once, many get two warps that take them in turns."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
-    block = min(tokens.value_dim, 8192 // tokens.key_dim)
-    return _replay_verify.bind(
-        pool.device,
-        (segments.count, tokens.value_heads, 1),
-        (pool.shape[0], call.pad_slot, records.shape[1], tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
-        (
-            *launch.strides(tokens),
-            *call.out.stride()[:2],
-            segments.first_token.stride(0),
-            segments.length.stride(0),
-            call.slots.stride(0),
-            call.accepted.stride(0),
-            pool.stride(0),
-            *records.stride()[:2],
-        ),
-        (*launch.constants(tokens), block, call.state_v_first),
-        num_warps=2,
-    )
+
+    def bind(elements: int, warps: int) -> launch.Launch:
+        return _replay_verify.bind(
+            pool.device,
+            (segments.count, tokens.value_heads, 1),
+            (
+                pool.shape[0],
+                call.pad_slot,
+                records.shape[1],
+                tokens.value_heads // tokens.heads,
+                *launch.scalars(tokens),
+            ),
+            (
+                *launch.strides(tokens),
+                *call.out.stride()[:2],
+                segments.first_token.stride(0),
+                segments.length.stride(0),
+                call.slots.stride(0),
+                call.accepted.stride(0),
+                pool.stride(0),
+                *records.stride()[:2],
+            ),
+            (*launch.constants(tokens), min(tokens.value_dim, elements // tokens.key_dim), call.state_v_first),
+            num_warps=warps,
+        )
+
+    few, many = bind(16384, 8), bind(8192, 2)
+    units = config.machine(pool.device).units
+    return (few, many) if segments.count * tokens.value_heads <= 2 * units else (many, few)
 
 
 def commit(call: CommitCall) -> None:
