@@ -82,6 +82,7 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
         BACKEND.prefill(calls.prefill([4000]))  # long enough to be cut
         BACKEND.decode(calls.decode(1))
         BACKEND.verify(calls.verify(1, replay=True))
+        BACKEND.verify(calls.verify(17, replay=True))  # so many programs that they are smaller
         BACKEND.conv(calls.conv([64, 64]))
         warm = {id(kernel) for kernel in kernels}
         for lens in ([1], [65, 3], [700], [16] * 7):

@@ -34,6 +34,7 @@ class Config:
     prepare_warps: int
     prepare_registers: int | None  # most of a thread: fewer let more programs run side by side
     scan_warps: int
+    overlap: bool  # a kernel of the call starts while the one before it ends
     stages: int
     precision: str  # of float32 products
 
@@ -77,6 +78,7 @@ def choose(where: Machine, key_dim: int, value_dim: int, precise: bool) -> Confi
         prepare_warps=4 if large else 1,
         prepare_registers=None if large or where.vendor != "nvidia" else 128,
         scan_warps=4,
+        overlap=False,
         stages=stages,
         precision=where.precision,
     )

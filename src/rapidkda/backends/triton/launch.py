@@ -57,10 +57,16 @@ class Launcher:
         num_warps: int,
         views: tuple[torch.dtype | None, ...] = (),
         registers: int | None = None,
+        overlap: bool = False,
     ) -> Launch:
         """Everything but the tensors. `views` are the dtypes that the data tensors, flat bytes, are read as; None, or
-        past its end, is a tensor's own. `registers` bounds those of a thread, on NVIDIA GPUs."""
-        options = {"num_warps": num_warps} | ({} if registers is None else {"maxnreg": registers})
+        past its end, is a tensor's own. On NVIDIA GPUs, `registers` bounds those of a thread, and
+        `overlap` lets the kernel start before the one before it has ended; it waits for that itself."""
+        options: dict[str, int] = {"num_warps": num_warps}
+        if registers is not None:
+            options["maxnreg"] = registers
+        if overlap:
+            options["launch_pdl"] = True
         return Launch(self, device, grid, sizes, strides, constants, options, views)
 
 

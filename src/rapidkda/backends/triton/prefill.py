@@ -59,7 +59,7 @@ class Prepared:
             (segments.count + 1, 1, 1),
             (segments.count, tiles, self.cut.parts, self.cut.part_tiles),
             (segments.first_token.stride(0), segments.length.stride(0)),
-            (plan.CHUNK, TABLE_BLOCK),
+            (plan.CHUNK, TABLE_BLOCK, choice.overlap),
             num_warps=4,
             views=VIEWS[:1],
         )
@@ -75,18 +75,35 @@ class Prepared:
                 *launch.scalars(tokens),
             ),
             launch.strides(tokens, values=False),
-            (*launch.constants(tokens)[:-1], choice.slice, self.record_units, precise, choice.precision),
+            (
+                *launch.constants(tokens)[:-1],
+                choice.slice,
+                self.record_units,
+                precise,
+                choice.precision,
+                choice.overlap,
+            ),
             num_warps=choice.prepare_warps,
             views=(None,) * len(launch.inputs(tokens, values=False)) + VIEWS,
             registers=choice.prepare_registers,
+            overlap=choice.overlap,
         )
         self._compose = _compose.bind(
             device,
             (value_dim // COMPOSE_ROWS, heads, segments.count),
             (segments.count, *self.starts[1:], heads),
             (),
-            (key_dim, value_dim, COMPOSE_ROWS, min(key_dim, 8192 // key_dim), choice.precision, min(choice.stages, 2)),
+            (
+                key_dim,
+                value_dim,
+                COMPOSE_ROWS,
+                min(key_dim, 8192 // key_dim),
+                choice.precision,
+                min(choice.stages, 2),
+                choice.overlap,
+            ),
             num_warps=4,
+            overlap=choice.overlap,
             views=(VIEWS[0], VIEWS[3]),
         )
         self._scans: dict[int, launch.Launch] = {}  # by pass, as they are needed
@@ -168,8 +185,10 @@ class Prepared:
                 tokens.q.dtype == torch.float32,
                 choice.precision,
                 choice.stages,
+                choice.overlap,
             ),
             num_warps=choice.scan_warps,
+            overlap=choice.overlap,
             views=VIEWS,
         )
 

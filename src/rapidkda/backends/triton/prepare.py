@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .blocks import (
     BOUNDED,
@@ -129,7 +130,7 @@ def prepare_kernel(
     tile_table, tiles, record_start, heads, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr,
-    SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
+    SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one value head. Grid (tiles * HV); RECORD and record_start in units of 256 bytes.
 
@@ -138,6 +139,9 @@ def prepare_kernel(
     APART: tl.constexpr = PRECISE and GATE != BOUNDED
     PAIRS: tl.constexpr = (3 if PRECISE else 4) * C * K
     VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 3) * C * C
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     tile = tl.program_id(0) // heads
     head = (tl.program_id(0) % heads).to(tl.int64)
     count = tl.load(p_table + tile_table + tiles + tile)

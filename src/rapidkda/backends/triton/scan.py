@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from . import launch
 from .blocks import add_dot, dot, dot_fp32, high_low, narrow, power_of_two, trips, usable
@@ -146,13 +147,15 @@ def scan_kernel(
     v_t, v_h, o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s,
     checkpoint_s,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr, V_FIRST: tl.constexpr,
-    PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, HV, segments or parts). RECORD and the *_start are in units of 256 bytes."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     part = tl.program_id(2)
     has_values = block * VB < V
+    if OVERLAP and PASS != WHOLE:
+        gdc_wait()
     if PASS == WHOLE:
         n = part
         index = 0
@@ -212,6 +215,8 @@ def scan_kernel(
     if PASS == TRANSITIONS:
         state += tl.where((rows - V)[:, None] == channels[None, :], 1.0, 0.0)
 
+    if OVERLAP and PASS == WHOLE:
+        gdc_wait()  # the initial state is not of this call's making
     records = record_start + (tl.load(p_table + n).to(tl.int64) * heads + head) * RECORD
     p_rows_out = p_out + first * o_t + head * o_h
     p_rows_v = p_v + first * v_t + head * v_h
