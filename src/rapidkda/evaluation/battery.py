@@ -165,7 +165,7 @@ class Battery:
     def run(
         self,
         candidates: Sequence[Candidate],
-        judged: Iterable[Judged] | None = None,
+        judged: Iterable[tuple[int, Judged]] | None = None,
         *,
         tell: Callable[[str], None] = lambda line: None,
         keep: Callable[[Report], None] = lambda report: None,
@@ -177,14 +177,17 @@ class Battery:
 
         Args:
             candidates: to judge.
-            judged: results of `judge` for each of them from elsewhere (`rapidkda.evaluation.parallel`).
+            judged: (index, result of `judge`) of each of them in any order, from elsewhere
+                (`rapidkda.evaluation.parallel`).
             tell: hears what is done next.
             keep: is called with what there is after each result.
         """
         tell("reference: torch in float32")
         report = self._report()
-        for found in judged or map(self.judge, candidates):
-            report.judged.append(found)
+        results: dict[int, Judged] = {}
+        for index, found in judged or enumerate(map(self.judge, candidates)):
+            results[index] = found
+            report.judged = [results[one] for one in sorted(results)]
             tell(f"{found.name}, {found.comparison}: judged in {found.seconds:.0f} s")
             keep(report)
         served = [pair for pair in zip(candidates, report.judged) if pair[0].comparison == "model"]

@@ -7,7 +7,7 @@ left to the caller, alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from types import TracebackType
 
@@ -36,10 +36,15 @@ class Workers:
     ) -> None:
         self._pool.shutdown(wait=error is None, cancel_futures=True)
 
-    def judge(self, candidates: Sequence[Candidate], makers: Sequence[Callable[[], Candidate]]) -> Iterator[Judged]:
-        """Start on all of them now; results in their order. `makers` make them again in a worker, from plain values."""
-        futures = [self._pool.submit(_judge, make) for make in makers]
-        return (_result(candidate, future) for candidate, future in zip(candidates, futures, strict=True))
+    def judge(
+        self, candidates: Sequence[Candidate], makers: Sequence[Callable[[], Candidate]]
+    ) -> Iterator[tuple[int, Judged]]:
+        """Start on all of them now; (index, result) of each as it comes.
+
+        `makers` make the candidates again in a worker, from plain values.
+        """
+        futures = {self._pool.submit(_judge, make): index for index, make in enumerate(makers)}
+        return ((futures[future], _result(candidates[futures[future]], future)) for future in as_completed(futures))
 
 
 def _start(battery: Callable[[], Battery]) -> None:
