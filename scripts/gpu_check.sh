@@ -39,8 +39,9 @@ fi
 for backend in cuda triton; do
     part "verify-$backend" 240 "${rapidkda[@]}" verify --backend "$backend"
     for tool in memcheck racecheck synccheck; do
-        part "$tool-$backend" 240 compute-sanitizer --error-exitcode 9 --report-api-errors no --tool "$tool" \
-            "${rapidkda[@]}" verify --quick --backend "$backend"
+        racecheck=$([ "$tool" = racecheck ] && echo 1 || echo 0)
+        part "$tool-$backend" 240 env RAPIDKDA_RACECHECK="$racecheck" compute-sanitizer --error-exitcode 9 \
+            --report-api-errors no --tool "$tool" "${rapidkda[@]}" verify --quick --backend "$backend"
     done
 done
 part evaluation 400 "${rapidkda[@]}" eval ${FLASHKDA:+--flashkda "$FLASHKDA"} --out "$out/evaluation.json"

@@ -45,6 +45,11 @@ def check_device_values() -> bool:
     return flag("RAPIDKDA_CHECK")
 
 
+def racecheck() -> bool:
+    """RAPIDKDA_RACECHECK: kernels whose barriers compute-sanitizer's racecheck can follow; slower, same results."""
+    return flag("RAPIDKDA_RACECHECK")
+
+
 PREFILL_BACKEND = "RAPIDKDA_PREFILL_BACKEND"
 DECODE_BACKEND = "RAPIDKDA_DECODE_BACKEND"
 

@@ -6,6 +6,13 @@ DEVICE void barrier_init(u32 bar, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals));
 }
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// One lane arrives for its warp, after __syncwarp. racecheck follows what the arriving lane itself did, not what
+// __syncwarp orders before it, so a build for it (RAPIDKDA_RACECHECK=1) lets every lane arrive.
+#ifndef KDA_EVERY_LANE_ARRIVES
+#define KDA_EVERY_LANE_ARRIVES 0
+#endif
+constexpr int kWarpArrivals = KDA_EVERY_LANE_ARRIVES ? 32 : 1;
+DEVICE bool arrives(int lane) { return KDA_EVERY_LANE_ARRIVES || lane == 0; }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
 // One arrival that also announces `bytes` of asynchronous copies.
 DEVICE void barrier_expect(u32 bar, int bytes) {

@@ -34,10 +34,11 @@ DEVICE void decay_bounded(const float* decay, const u32* keys, u32 raw_queries, 
 
 // After both warps of the group. The solver: the keys' scales, L, scaled, into the scratch, and the solve. The other:
 // Aqk into the stage.
-// inverse: inverse-decayed keys, halves kInverseHalf apart; beta: of token `lane` (solver, lane < 16).
+// inverse: inverse-decayed keys, halves kInverseHalf apart; beta: of token `lane` (solver, lane < 16); inverse_read: the
+// named barrier at which the solver tells that it has read `inverse`, or 0.
 template <int kInverseHalf>
 DEVICE void multiply_bounded(u32 inverse, u32 stage, u32 scratch, u32 scales, bool solver, int lane, float beta,
-                             int rows, bool l2norm) {
+                             int rows, bool l2norm, int inverse_read) {
     float products[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     const u32 decayed = stage + Stage::kd_qd + (solver ? 0 : 2048);
 #pragma unroll
@@ -64,6 +65,7 @@ DEVICE void multiply_bounded(u32 inverse, u32 stage, u32 scratch, u32 scales, bo
         store_shared(to + 384, pack_f16(lower(y * products[6], g, c), lower(y * products[7], g, c + 1)));
         return;
     }
+    if (inverse_read) named_barrier_arrive(inverse_read, 64);
     if (l2norm)
         norm_scales(scales, stage + Stage::row_scale, g & 1 ? products[1] : products[0],
                     g & 1 ? products[7] : products[6], lane, rows, BoundedGate::down);

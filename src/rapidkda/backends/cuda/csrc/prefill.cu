@@ -56,8 +56,8 @@ DEVICE void run(const Params& p) {
     if (thread == 0) {
         for (int i = 0; i < C::kStages; i++) {
             const bool from_peer = C::kCluster && (i & 1) != rank;
-            barrier_init(shared + C::full + 8 * i, from_peer ? 1 : 3);
-            barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * (C::kCluster ? 2 : 1));
+            barrier_init(shared + C::full + 8 * i, from_peer ? 1 : 1 + 2 * kWarpArrivals);
+            barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals * (C::kCluster ? 2 : 1));
         }
         for (int i = 0; i < C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, 1);
         barrier_init_fence();

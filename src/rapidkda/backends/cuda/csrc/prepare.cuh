@@ -77,7 +77,6 @@ DEVICE void blank_rows(u32 raw, int warp, int lane, int rows, bool raw_gate) {
             store_shared(own + 8192, pack_bf16(g, g));
         }
     }
-    __syncwarp();
 }
 
 // Gate logits of this lane's two channels, [token][2].
@@ -146,7 +145,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const int first_turn = (base + first) / kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
     const GateChannels gate = gate_channels(p, w.head, 64 * warp + 2 * this_lane);
-    const int tiles_written = 1 + group, chunk_done = 1 + C::kGroups + group;  // named barriers of this group
+    // Named barriers of this group.
+    const int tiles_written = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
 
     auto load_raw = [&](int i) {  // one thread
         const int slot = (base + i) / kCtas % C::kSlots, token = w.first_token + i * kChunk;
@@ -179,7 +179,10 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const float beta = solver && lane < rows ? decode_beta(p, beta_bits) : 0.f;
         if (!solver && lane < 16) beta_bits = load_beta(p, w, (i + kStep) * kChunk + lane);  // the next solver
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
-        if (rows < kChunk) blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
+        if (rows < kChunk) {
+            blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
+            named_barrier(tiles_written, 64);  // each warp blanks its half of the channels, and scales need both
+        }
         const bool l2norm = p.flags & kL2Norm;
         if (!solver)
             write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
@@ -205,6 +208,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             for (int t = 0; t < 16; t++) keys[t] = load_shared(raw + 4096 + half + t * 128 + (word ^ ((t & 7) << 4)));
             end0 = exp2_approx(decay[30]) * Gate::down;
             end1 = exp2_approx(decay[31]) * Gate::down;
+            if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);  // by the last solver
             decay_bounded(decay, keys, raw + half, own_inverse, own_kd, own_kr, word);
         } else {
             named_barrier(tiles_written, 64);  // both warps have read the raw tiles for their scales
@@ -215,13 +219,14 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         named_barrier(tiles_written, 64);
         if (C::kEarlyReload && !solver && lane == 0 && i + kAhead < n) load_raw(i + kAhead);
         if constexpr (C::kBounded)
-            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, scales, solver, lane, beta, rows, l2norm);
+            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, scales, solver, lane, beta, rows, l2norm,
+                                               C::kEarlyReload && i + kStep < n ? inverse_read : 0);
         else
             multiply_unbounded<C::kGateTile / 2>(raw, inverse, stage, scratch, scales, solver, lane, beta, rows,
                                                  l2norm);
         fence_async_proxy();
         __syncwarp();
-        if (lane == 0) barrier_arrive(full);
+        if (arrives(lane)) barrier_arrive(full);
         if (!solver) {
             named_barrier_arrive(chunk_done, 64);
             continue;

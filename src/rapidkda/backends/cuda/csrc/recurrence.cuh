@@ -273,7 +273,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             stage_output();
         }
         wgmma_wait<0>();
-        if (lane == 0) {
+        if (arrives(lane)) {
             barrier_arrive(empty);
             if constexpr (C::kCluster) barrier_arrive_remote(empty, rank ^ 1);
         }

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .... import env
 from ....problem import PrefillCall
 from ....segments import Segments
 from ...driver import Launches, Shape
@@ -36,6 +37,8 @@ def kernel(form: str, bounded: bool, gate_float: bool) -> KernelSource:
         "KDA_BOUNDED": str(bounded).lower(),
         "KDA_GATE_FLOAT": str(gate_float).lower(),
     }
+    if env.racecheck():
+        macros["KDA_EVERY_LANE_ARRIVES"] = "1"
     return KernelSource("prefill.cu", "prefill", tuple(macros.items()))
 
 
