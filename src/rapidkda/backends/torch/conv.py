@@ -84,7 +84,7 @@ def _read_history(call: ConvCall, read: Tensor | None, real: Tensor) -> Tensor:
     if call.pool is None or read is None:
         return torch.zeros(call.segments.count, taps - 1, channels, dtype=call.x.dtype, device=device)
     window = pools.read_rows(_window(call.pool, call.channels_last), read, real)  # [N, L, C]
-    starts = real if call.has_initial_state is None else real & call.has_initial_state.bool()
+    starts = real if call.has_initial_state is None else real & (call.has_initial_state != 0)
     if call.accepted is None:
         history = window[:, : taps - 1].contiguous()
     else:
@@ -103,10 +103,10 @@ def _entries(rows: Tensor, entry: Tensor) -> Tensor:
 def _accumulate(sources: list[Tensor], call: ConvCall) -> Tensor:
     """Sum of taps, bias and activation; sources[w] is the input under tap w, [..., C]."""
     dtype = accumulate_dtype(call.x.dtype)
-    weight = call.weight.to(dtype)
-    y = sources[0].to(dtype) * weight[:, 0]
-    for tap, source in enumerate(sources[1:], start=1):
-        y.addcmul_(source.to(dtype), weight[:, tap])
+    first, *others = call.weight.to(dtype).unbind(1)
+    y = sources[0].to(dtype) * first
+    for source, weight in zip(sources[1:], others, strict=True):
+        y.addcmul_(source.to(dtype), weight)
     if call.bias is not None:
         y += call.bias.to(dtype)
     return silu(y) if call.silu else y
