@@ -53,7 +53,9 @@ class Driver:
         at = dict(zip(params.ADDRESSES, struct.unpack_from(f"<{len(params.ADDRESSES)}Q", parameter, 512)))
         assert at["out"] % 16 == 0
         after = 512 + 8 * len(params.ADDRESSES)
-        flags = params.Constants._make(params._CONSTANTS.unpack_from(parameter, after)[:-1]).flags
+        flags = params.Constants._make(
+            params._CONSTANTS.unpack_from(parameter, after)[: len(params.Constants._fields)]
+        ).flags
         assert not flags & params.Flags.VECTOR_STATES or not (at["initial"] | at["checkpoint_pool"]) % 8
         self.launched.append(
             (
