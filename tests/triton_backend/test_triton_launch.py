@@ -22,10 +22,9 @@ from rapidkda.backends.triton import TritonBackend, config, conv, launch, norm, 
 from rapidkda.device import Device
 
 BACKEND = TritonBackend()
-LAUNCHERS = (
-    *(prefill._tiles, prefill._prepare, prefill._scan, prefill._compose),
-    *(recurrent._step, recurrent._replay_verify, recurrent._commit, conv._conv, norm._norm),
-)
+LAUNCHERS = [
+    x for module in (prefill, recurrent, conv, norm) for x in vars(module).values() if isinstance(x, launch.Launcher)
+]
 SIZES = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 
 Seen = tuple[int, tuple[int, ...], list[Any]]  # function, grid, parameters
