@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Machine:
         self.through_triton: list[Seen] = []
         self.through_driver: list[Seen] = []
         self.signatures: dict[int, list[str]] = {}
+        self.overlaps: dict[int, bool] = {}
         self.numbers = itertools.count(100)
 
     def kernel(self, original: Any) -> Any:
@@ -52,11 +54,12 @@ class Machine:
 
                 return call
 
-            def warmup(self, *arguments: Any, grid: tuple[int, ...], num_warps: int, maxnreg: int | None = None) -> Any:
+            def warmup(self, *arguments: Any, grid: tuple[int, ...], num_warps: int, **options: Any) -> Any:
                 assert len(arguments) == len(original.params)
                 types = [_type(parameter, x) for parameter, x in zip(original.params, arguments)]
                 function = next(machine.numbers)
                 machine.signatures[function] = types
+                machine.overlaps[function] = options.get("launch_pdl", False)
                 return SimpleNamespace(
                     function=function,
                     run=None,
@@ -69,7 +72,7 @@ class Machine:
                         global_scratch_size=0,
                         profile_scratch_size=0,
                         launch_cooperative_grid=False,
-                        launch_pdl=False,
+                        launch_pdl=options.get("launch_pdl", False),
                     ),
                 )
 
@@ -92,6 +95,9 @@ class Machine:
         assert values[-2:] == [0, 0]  # Triton's scratch
         assert tuple(told.block) == (32 * told.shared_bytes, 1, 1)
         assert told.stream == 5
+        attribute = driver._Attribute.from_address(told.attributes) if told.attribute_count else None
+        assert self.overlaps[function] == (attribute is not None)
+        assert attribute is None or (attribute.id, attribute.value[0]) == (6, 1)
         self.through_driver.append((function, tuple(told.grid), values[:-2]))
         return 0
 
@@ -162,6 +168,16 @@ def test_known_launches_are_those_of_triton(
     assert not machine.through_driver
     run(name, call)
     assert machine.through_driver == machine.through_triton
+
+
+def test_kernels_that_overlap_are_launched_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = config.choose
+    monkeypatch.setattr(config, "choose", lambda *arguments: replace(choose(*arguments), overlap=True))
+    call = CALLS["prefill"]()
+    for _ in range(2):
+        run("prefill", call)
+    assert machine.through_driver == machine.through_triton
+    assert any(machine.overlaps[function] for function, _, _ in machine.through_driver)
 
 
 @pytest.mark.parametrize("name", CALLS)

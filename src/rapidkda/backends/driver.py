@@ -24,6 +24,7 @@ class Shape(NamedTuple):
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
+    overlap: bool = False  # start before the kernel before it has ended; the kernel waits for that itself
 
 
 class Launches:
@@ -87,6 +88,15 @@ class _Configuration(ctypes.Structure):
     )
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+_OVERLAP = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: allowed
+
+
 class _Frame:
     """What the driver reads of a call's launches."""
 
@@ -97,8 +107,16 @@ class _Frame:
         start = ctypes.addressof(self.parameters)
         self._pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
         self.pointers_at = ctypes.addressof(self._pointers)
+        overlap = ctypes.addressof(_OVERLAP)
         self._configurations = [
-            _Configuration(grid, (threads, 1, 1), shared_bytes) for _, grid, threads, shared_bytes in shapes
+            _Configuration(
+                shape.grid,
+                (shape.threads, 1, 1),
+                shape.shared_bytes,
+                attributes=overlap if shape.overlap else None,
+                attribute_count=int(shape.overlap),
+            )
+            for shape in shapes
         ]
         places = map(ctypes.addressof, self._configurations)
         self.launches = list(zip(places, (shape.function for shape in shapes), strict=True))

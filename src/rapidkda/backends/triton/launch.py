@@ -157,7 +157,8 @@ class Launch:
 
         if not known.offsets:
             return through_triton
-        shape = Shape(compiled.function, self._grid, compiled.metadata.num_warps * 32, compiled.metadata.shared)
+        about = compiled.metadata
+        shape = Shape(compiled.function, self._grid, about.num_warps * 32, about.shared, bool(about.launch_pdl))
         direct = Launches(self._index, [shape], known.pack(self._rest), known.offsets, known.addresses)
 
         def through_the_driver(stream: int, addresses: Sequence[int]) -> None:
@@ -188,7 +189,7 @@ class Compiled:
         about = kernel.metadata
         if about.target.backend != "cuda" or about.global_scratch_size or about.profile_scratch_size:
             return
-        if about.num_ctas != 1 or about.launch_cooperative_grid or about.launch_pdl:
+        if about.num_ctas != 1 or about.launch_cooperative_grid:
             return
         types = list(kernel.src.signature.values())
         pointers, values = types[: len(absent)], types[len(absent) :]
