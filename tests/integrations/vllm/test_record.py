@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +91,13 @@ def test_medians() -> None:
     assert (found["seconds"], found["seconds_min"], found["seconds_max"]) == (2.0, 1.0, 3.0)
     assert (found["prompt_tokens_per_second"], found["output_tokens_per_second"]) == (150.0, 3.0)
     assert math.isclose(found["median_first_token_seconds"], 1.0)
+
+
+def test_the_page_quotes_the_record() -> None:
+    record = importlib.import_module("vllm_record")
+    page = (ROOT / "docs" / "integrations" / "vllm.md").read_text()
+    paths = sorted((ROOT / "benchmarks" / "results" / "h200" / "vllm").glob("*.json"))
+    assert paths
+    for path in paths:
+        assert record.report(json.loads(path.read_text())) in page
+        assert f"benchmarks/results/h200/vllm/{path.name}" in page
