@@ -175,25 +175,28 @@ def record(settings: Settings, count: int, rounds: int, control: bool, out: Path
     return found
 
 
+def _spread(times: dict[str, Any], scale: float, digits: int) -> str:
+    """The median of some runs, and their range."""
+    middle, low, high = (f"{scale * times[name]:.{digits}f}" for name in ("seconds", "seconds_min", "seconds_max"))
+    return f"{middle} ({low} to {high})"
+
+
 def report(found: dict[str, Any]) -> str:
     """A record as text for a page."""
     settings, tokens = found["settings"], found["tokens"]
     lines = ["| | off: vLLM's own prefill | on: rapidkda's |", "| --- | --- | --- |"]
     for row in found["first_token"]:
-        cells = (
-            f"{1e3 * row[side]['seconds']:.1f} ({1e3 * row[side]['seconds_min']:.1f} to "
-            f"{1e3 * row[side]['seconds_max']:.1f})"
-            for side in ("off", "on")
-        )
+        cells = (_spread(row[side], 1e3, 1) for side in ("off", "on"))
         lines.append(f"| first token of a prompt of {row['prompt_tokens']} tokens, ms | {' | '.join(cells)} |")
     batch = found["batch"]
     count, output = len(found["lengths"]), settings["max_tokens"]
+    cells = (_spread(batch[side], 1.0, 2) for side in ("off", "on"))
+    lines.append(f"| {count} prompts at once, {output} tokens each, s | {' | '.join(cells)} |")
     for text, name, scale in (
-        (f"{count} prompts at once, {output} tokens each: seconds", "seconds", 1.0),
         ("prompt tokens a second", "prompt_tokens_per_second", 1.0),
         ("median time to the first token, ms", "median_first_token_seconds", 1e3),
     ):
-        cells = (f"{scale * batch[side][name]:.{2 if name == 'seconds' else 0}f}" for side in ("off", "on"))
+        cells = (f"{scale * batch[side][name]:.0f}" for side in ("off", "on"))
         lines.append(f"| {text} | {' | '.join(cells)} |")
     lines.append("")
     for side, name in (("on", "On against off"), ("control", "Off with another chunk size against off")):
