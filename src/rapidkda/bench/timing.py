@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -83,23 +87,42 @@ def _wall_times(calls: Sequence[Call], settings: Settings) -> Times:
 def host_time(call: Call, device: torch.device, calls: int = 30, rounds: int = 5) -> float | None:
     """Microseconds that the host spends on one eager call while the device works; None on a CPU.
 
-    The median call of the quietest round: other work on the machine only ever adds. Few enough calls a round that the
-    device's queue never fills, which would make the host wait for it.
+    The median call of the quietest round: other work on the machine only ever adds, so the processes that this one has
+    started (references are computed meanwhile) are stopped for as long. Few enough calls a round that the device's
+    queue never fills, which would make the host wait for it.
     """
     if device.type != "cuda":
         return None
-    for _ in range(3):
-        call()
     medians = []
-    for _ in range(rounds):
-        torch.cuda.synchronize(device)
-        marks = [time.perf_counter_ns()]
-        for _ in range(calls):
+    with children_stopped():
+        for _ in range(3):
             call()
-            marks.append(time.perf_counter_ns())
-        medians.append(statistics.median(after - before for before, after in itertools.pairwise(marks)) / 1e3)
-    torch.cuda.synchronize(device)
+        for _ in range(rounds):
+            torch.cuda.synchronize(device)
+            marks = [time.perf_counter_ns()]
+            for _ in range(calls):
+                call()
+                marks.append(time.perf_counter_ns())
+            medians.append(statistics.median(after - before for before, after in itertools.pairwise(marks)) / 1e3)
+        torch.cuda.synchronize(device)
     return round(min(medians), 1)
+
+
+@contextmanager
+def children_stopped() -> Iterator[None]:
+    """Stop the processes that this one has started, and let them go on afterwards, where the system can."""
+    stopped: list[int] = []
+    try:
+        for child in multiprocessing.active_children() if hasattr(signal, "SIGSTOP") else ():
+            if child.pid is not None:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(child.pid, signal.SIGSTOP)
+                    stopped.append(child.pid)
+        yield
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def launches(call: Call, device: torch.device) -> int | None:
