@@ -59,7 +59,7 @@ DEVICE void run(const Params& p) {
             barrier_init(shared + C::full + 8 * i, from_peer ? 1 : 1 + 2 * kWarpArrivals);
             barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals * (C::kCluster ? 2 : 1));
         }
-        for (int i = 0; i < C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, 1);
+        for (int i = 0; i < C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
         barrier_init_fence();
         fence_async_proxy();
     }

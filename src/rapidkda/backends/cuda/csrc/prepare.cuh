@@ -148,9 +148,10 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     // Named barriers of this group.
     const int tiles_written = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
 
-    auto load_raw = [&](int i) {  // one thread
+    auto load_raw = [&](int i, int lane) {  // one thread, or those that arrive
         const int slot = (base + i) / kCtas % C::kSlots, token = w.first_token + i * kChunk;
         const u32 to = shared + C::raw + slot * C::kRaw, bar = shared + C::raw_full + 8 * slot;
+        if (lane != 0) return barrier_arrive(bar);
         barrier_expect(bar, C::kRaw);
         copy_tile(to, &p.q, token, 0, query_head, bar);
         copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
@@ -158,10 +159,10 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     };
     constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
     named_barrier(tiles_written, 64);          // both warps have left the raw tiles of the run before
-    if (warp == 0 && this_lane == 0)           // slots that this group was the last to use
+    if (warp == 0 && arrives(this_lane))  // slots that this group was the last to use
 #pragma unroll 1
         for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
-            if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i);
+            if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
     u32 beta_bits = warp == (first_turn & 1) && this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0u;
 
     const u32 half = warp * 2048;  // this warp's half of a bf16 tile
@@ -195,6 +196,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
 
         barrier_wait(empty, (((base + i) / C::kStages) & 1) ^ 1);
         if (!solver && lane == 0) load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
+        __syncwarp();  // the scales are written by other lanes
         if (lane < 16 && (!solver || !l2norm))
             store_shared_float(stage + Stage::row_scale + (solver ? 0 : 64) + lane * 4,
                                load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::down);
@@ -217,7 +219,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         store_shared_pair(stage + Stage::decay + (lane & 3) * Stage::decay_row + (8 * warp + (lane >> 2)) * 8, end0,
                           end1);
         named_barrier(tiles_written, 64);
-        if (C::kEarlyReload && !solver && lane == 0 && i + kAhead < n) load_raw(i + kAhead);
+        if (C::kEarlyReload && !solver && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
         if constexpr (C::kBounded)
             multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, scales, solver, lane, beta, rows, l2norm,
                                                C::kEarlyReload && i + kStep < n ? inverse_read : 0);
@@ -232,9 +234,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             continue;
         }
         named_barrier(chunk_done, 64);
-        if (lane == 0) {
-            if constexpr (C::kCluster) copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
-            if (!C::kEarlyReload && i + kAhead < n) load_raw(i + kAhead);
-        }
+        if constexpr (C::kCluster)
+            if (lane == 0) copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
+        if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
     }
 }
