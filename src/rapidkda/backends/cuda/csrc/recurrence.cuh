@@ -6,8 +6,7 @@
 //   R = V - W,  U = R Tinv^T      mma.sync; R and Tinv in high and low bf16 parts: for near-collinear keys entries of
 //                                 Tinv are large and cancel, and one bf16 product loses what is left
 //   O = O' + U Aqk^T              mma.sync, fp16, U in a high and a low part: writes of strength 1 cancel the state
-//   S = decay S + U kr            wgmma, n = 128, fp16: bf16 keys would cost 7e-3 of the state when U telescopes; the
-//                                 low part of U is below what fp16 keys leave there
+//   S = decay S + U kr            wgmma, n = 128, fp16: bf16 keys alone would cost 7e-3 of the state when U telescopes
 //
 // The critical path is state -> W -> U -> state. The loop is rotated, front(i) = W and U of chunk i, back(i) = its
 // update, and everything else lies beside one of the two wgmma chains: the decay and the stores of the last output
@@ -32,9 +31,9 @@ DEVICE void mask_tokens(u32* v, int q, int rows) {
     }
 }
 
-// U meets the state's update in fp16: 11 bits, but a narrow range. So a warp keeps its rows of the state, and with them
-// U, scaled by a power of two that it moves when U leaves the middle of that range: exact, and nearly never. No row of
-// the state is shared between warps.
+// U meets the state's update in fp16, in a high and a low part: 22 bits, but a narrow range. So a warp keeps its rows
+// of the state, and with them U, scaled by a power of two that it moves when U leaves the middle of that range: exact,
+// and nearly never. No row of the state is shared between warps.
 struct Range {
     static constexpr u32 kLow = 0x3c000000u, kHigh = 0x45800000u;  // 2^-7 and 2^12 as bits
     static constexpr float kMost = 0x1p60f;
@@ -251,6 +250,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         const u64 kr = swizzled_tile(stage + Stage::kr, 2048, 1024);
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
+        wgmma_f16_n128(state, u_low, kr);
         wgmma_commit();
         const u32 empty = full + C::empty - C::full;
         stage += C::kStageBytes;

@@ -77,14 +77,8 @@ DEVICE u32 warp_max(u32 x) {
     return r;
 }
 
-// The same value, of which the compiler knows nothing: what is computed from it inside a loop is not hoisted out of it,
-// where it would live in registers that the loop does not have.
-DEVICE int opaque(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
-// This thread's lane, read anew in a loop that has no register to keep it in.
+// This thread's lane, read anew: what is computed from it inside a loop is not hoisted out of it, where it would live
+// in registers that the loop does not have.
 DEVICE int fresh_lane() {
     int lane;
     asm volatile("mov.u32 %0,%%laneid;" : "=r"(lane));

@@ -25,9 +25,9 @@ PART_BYTES = 64  # of a part of a head besides its states: 8 flags and its seam
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a launch costs at least, what going on to
 # the next head costs, and a chunk. Unbounded gates cost 1.2 to 1.4 times as much in every form, so the choice is the
 # same.
-WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.22
-PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.67
-PARALLEL_START_US, TRANSITION_US = 44.0, 0.76  # four launches and the composition
+WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.19
+PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.70
+PARALLEL_START_US, TRANSITION_US = 44.0, 0.79  # four launches and the composition
 COMPOSE_US = 1.0  # a part
 HANDOVER_START_US, HANDOVER_US = 16.0, 1.1  # over a pair where nothing is forgotten: two launches, a wait of each part
 HANDOVER_PREMIUM = 1.06  # the most that may cost, for parts times the speed where all is forgotten
