@@ -99,15 +99,17 @@ NO_CUT = Cut(0, 1 << 30)
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost model of the scan, microseconds, for one tile of one value block. Fitted on an H200."""
+    """Cost model of the scan, microseconds, for one tile of one program. Fitted on an H200, where two programs share a
+    multiprocessor: more of them take turns."""
 
-    step: float  # latency of a tile when a program has a multiprocessor to itself
-    share: float  # multiprocessor time of a tile when programs share one
+    single: float  # latency of a tile when a program has a multiprocessor to itself
+    pair: float  # and when it shares one
+    transition: float  # the pass over transitions, which has no outputs, against the other passes
     launch: float
     compose: float  # latency of one link of the chain of parts
 
 
-COSTS = Costs(step=0.77, share=0.59, launch=3.0, compose=4.2)
+COSTS = Costs(single=0.81, pair=1.27, transition=0.83, launch=6.0, compose=4.2)
 
 
 def cut(segments: Segments, tokens: int, value_heads: int, blocks: tuple[int, int], units: int) -> Cut:
@@ -154,10 +156,13 @@ def predicted(tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tu
     length = int((-(-tiles // parts)).max())
     own = (tiles * (parts - 1) / parts).sum() * blocks[0]
     transition = (tiles * np.maximum(parts - 2, 0) / parts).sum() * blocks[1]
-    first = _pass(length, (own + transition) * value_heads, units)
+    first = _pass(length, (own + transition) * value_heads, units, COSTS.transition)
     second = _pass(length, tiles.sum() * value_heads * blocks[0], units)
     return first + second + COSTS.launch + COSTS.compose * float(parts.max() - 2)
 
 
-def _pass(longest: int, steps: float, units: int) -> float:
-    return COSTS.launch + max(longest * COSTS.step, steps * COSTS.share / units)
+def _pass(longest: int, steps: float, units: int, share: float = 1.0) -> float:
+    """`steps` tiles in all, in programs of at most `longest` tiles, which run in turns of two a multiprocessor."""
+    turns, rest = divmod(steps / longest, 2 * units)
+    last = 0.0 if rest == 0 else COSTS.single if rest <= units else COSTS.pair
+    return COSTS.launch + share * longest * (turns * COSTS.pair + last)
