@@ -64,7 +64,7 @@ def machine(device: torch.device) -> Machine:
 
 
 @functools.lru_cache(maxsize=256)
-def choose(where: Machine, key_dim: int, value_dim: int, precise: bool) -> Config:
+def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, bounded: bool) -> Config:
     """The configuration of a call: as deep a pipeline of tiles, up to three, as shared memory holds."""
     block = 32 if precise and key_dim > 128 else 64  # float32 states are operands in shared memory
     tile = (4 if precise else 2) * CHUNK * (key_matrices(precise) * key_dim + block + 4 * CHUNK)
@@ -72,11 +72,12 @@ def choose(where: Machine, key_dim: int, value_dim: int, precise: bool) -> Confi
     while stages > 1 and stages * tile + _SCRATCH > where.shared:
         stages -= 1
     large = precise or key_dim > 128
+    registers = 128 if bounded else 168  # what redoes rows of unbounded gates takes more
     return Config(
         value_block=block,
         slice=64 if large else 32,
         prepare_warps=4 if large else 1,
-        prepare_registers=None if large or where.vendor != "nvidia" else 128,
+        prepare_registers=None if large or where.vendor != "nvidia" else registers,
         scan_warps=4,
         overlap=False,
         stages=stages,

@@ -45,7 +45,7 @@ class Prepared:
         device, heads, key_dim, value_dim = tokens.q.device, tokens.value_heads, tokens.key_dim, tokens.value_dim
         precise = tokens.q.dtype == torch.float32
         where = config.machine(device)
-        self.choice = choice = config.choose(where, key_dim, value_dim, precise)
+        self.choice = choice = config.choose(where, key_dim, value_dim, precise, tokens.gate.kind == "bounded")
         self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
         self.cut = plan.cut(segments, tokens.count, heads, self.blocks, where.units)
         tiles = plan.max_tiles(tokens.count, segments.count)

@@ -3,9 +3,7 @@
 A program owns VB value rows of one head of one request and keeps them in registers; the value rows of a state are
 independent. Only the replay form keeps all of them in one program, since all of them read the same records.
 
-    S = S exp(g)      u = b (v - S k)      o = scale (S q + u <k, q>)      S = S + u k^T        S [V, K]
-
-Written this way the sums over channels for u and o do not wait for each other.
+    S = S exp(g)      u = b (v - S k)      S = S + u k^T      o = scale S q        S [V, K]
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -57,12 +55,9 @@ def _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM: tl.c
 
 
 @triton.jit
-def _step(state, k, g, q, v, b):
-    """One token on a state tile [VB, K]; returns the state, the correction u [VB] and the output [VB]."""
-    state = state * exp(g)[None, :]
-    u = b * (v - tl.sum(state * k[None, :], 1))
-    out = tl.sum(state * q[None, :], 1) + u * tl.sum(k * q, 0)
-    return state + u[:, None] * k[None, :], u, out
+def _advance(state, k, g, u):
+    """A token whose correction u [VB] is known, on a state tile [VB, K]."""
+    return state * exp(g)[None, :] + u[:, None] * k[None, :]
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
@@ -103,8 +98,10 @@ def step_kernel(
         )  # fmt: skip
         q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
         v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
-        state, _, out = _step(state, k, g, q, v, b)
-        out = tl.where(real, out, 0.0)
+        state = state * exp(g)[None, :]  # both sums over it do not wait for each other
+        u = b * (v - tl.sum(state * k[None, :], 1))
+        out = tl.where(real, tl.sum(state * q[None, :], 1) + u * tl.sum(k * q, 0), 0.0)
+        state = state + u[:, None] * k[None, :]
         tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
         if VERIFY:
             target = tl.load(p_write + n * write_s + j * write_j).to(tl.int64)
@@ -125,7 +122,7 @@ def _replay(
         k = tl.load(p_record + channels)
         g = tl.load(p_record + K + channels)
         u = tl.load(p_record + 2 * K + rows)
-        state = state * exp(g)[None, :] + u[:, None] * k[None, :]
+        state = _advance(state, k, g, u)
     return state
 
 
@@ -166,8 +163,10 @@ def replay_kernel(
             )  # fmt: skip
             q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
             v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
-            state, u, out = _step(state, k, g, q, v, b)
-            out = tl.where(real, out, 0.0)
+            state = state * exp(g)[None, :]
+            u = b * (v - tl.sum(state * k[None, :], 1))
+            state = state + u[:, None] * k[None, :]
+            out = tl.where(real, tl.sum(state * q[None, :], 1), 0.0)
             tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
             p_record = p_slot_records + j * records_j + head * WIDTH
             tl.store(p_record + channels, k, mask=real & last)
