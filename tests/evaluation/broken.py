@@ -9,43 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapidkda.backends.base import Backend, Request
 from rapidkda.dispatch import load
-from rapidkda.problem import CommitCall, ConvCall, DecodeCall, NormCall, Op, PrefillCall, Sizes, VerifyCall
+from rapidkda.evaluation.operands import Forwarding
+from rapidkda.problem import CommitCall, DecodeCall, PrefillCall, VerifyCall
 
 CHUNK = 64
 
 
-class Passing:
+class Passing(Forwarding):
     """The torch backend under another name. Subclasses break what they override."""
 
     def __init__(self) -> None:
-        self.inner: Backend = load("torch")
-        self.name = "broken-" + type(self).__name__.lower()
-
-    def unmet(self, request: Request) -> list[str]:
-        return self.inner.unmet(request)
-
-    def workspace_bytes(self, op: Op, sizes: Sizes) -> int:
-        return self.inner.workspace_bytes(op, sizes)
-
-    def prefill(self, call: PrefillCall) -> None:
-        self.inner.prefill(call)
-
-    def decode(self, call: DecodeCall) -> None:
-        self.inner.decode(call)
-
-    def verify(self, call: VerifyCall) -> None:
-        self.inner.verify(call)
-
-    def commit(self, call: CommitCall) -> None:
-        self.inner.commit(call)
-
-    def conv(self, call: ConvCall) -> None:
-        self.inner.conv(call)
-
-    def norm(self, call: NormCall) -> None:
-        self.inner.norm(call)
+        super().__init__("broken-" + type(self).__name__.lower(), load("torch"))
 
 
 class Healthy(Passing):

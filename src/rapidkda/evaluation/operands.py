@@ -6,7 +6,7 @@ Both are backends themselves (`rapidkda.backends.base`), so that the engine runs
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -77,19 +77,17 @@ def _narrowed(run: Callable[[KdaCall], None], call: KdaCall) -> None:
     call.out.copy_(out)
 
 
-@dataclass(slots=True, eq=False)
-class Recording:
-    """Another backend that keeps a copy of every prefill's operands, in the order of the calls.
+class Forwarding:
+    """Another backend under a name of its own; subclasses change what they override.
 
-    Attributes:
+    Args:
         name: as reports show it.
         inner: does the work.
-        seen: tokens of the calls so far.
     """
 
-    name: str
-    inner: Backend
-    seen: list[Tokens] = field(default_factory=list)
+    def __init__(self, name: str, inner: Backend):
+        self.name = name
+        self.inner = inner
 
     def unmet(self, request: Request) -> list[str]:
         return self.inner.unmet(request)
@@ -98,7 +96,6 @@ class Recording:
         return self.inner.workspace_bytes(op, sizes)
 
     def prefill(self, call: PrefillCall) -> None:
-        self.seen.append(_copy(call.tokens))
         self.inner.prefill(call)
 
     def decode(self, call: DecodeCall) -> None:
@@ -115,6 +112,18 @@ class Recording:
 
     def norm(self, call: NormCall) -> None:
         self.inner.norm(call)
+
+
+class Recording(Forwarding):
+    """Keeps a copy of every prefill's operands in `seen`, in the order of the calls."""
+
+    def __init__(self, name: str, inner: Backend):
+        super().__init__(name, inner)
+        self.seen: list[Tokens] = []
+
+    def prefill(self, call: PrefillCall) -> None:
+        self.seen.append(_copy(call.tokens))
+        super().prefill(call)
 
 
 def _copy(tokens: Tokens) -> Tokens:
