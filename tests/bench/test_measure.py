@@ -60,12 +60,25 @@ def test_steps_are_right_in_both_gates(op: Op, shape: Shape, replay: bool) -> No
     assert measured.missed == []
     assert [row.regime for row in measured.rows] == ["slow", "unbounded"]
     for row in measured.rows:
-        assert (row.bench, row.shape, row.impl) == (op, shape.name, "torch")
+        assert (row.bench, row.shape, row.impl) == (op, shape.name, "torch" if replay else "torch-slots")
         assert row.us > 0
         assert row.err_out is not None
         assert 1e-5 < row.err_out < 5e-3, "bfloat16 outputs err by their rounding"
         assert row.err_state is not None
         assert math.isfinite(row.err_state)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_states_in_bfloat16_have_rows_of_their_own(op: Op, replay: bool) -> None:
+    shape = decode_shape(2, 2, 0 if op == "decode" else 3)
+    plans = [replace(plan(op, shape), replay=replay, state_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    wide, narrow = (steps.measure(one, lambda line: None) for one in plans)
+    assert wide.missed == narrow.missed == []
+    for row, exact in zip(narrow.rows, wide.rows, strict=True):
+        assert row.shape == f"{shape.name}_bf16"
+        assert row.impl == exact.impl == ("torch" if replay else "torch-slots")
+        assert exact.err_state < 1e-5 < 5e-4 < row.err_state < 4e-3, "states err by their rounding"
 
 
 def test_steps_report_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,4 +121,6 @@ def test_a_wrong_peer_is_told_and_fails_nothing() -> None:
 def test_io_bytes() -> None:
     # 8 x 2048 tokens, 16 heads x 128, bf16: q, k, v, g, o and beta once; 8 x 16 float32 states read and written
     tokens, states = 8 * 2048 * 16 * (5 * 128 + 1) * 2, 2 * 8 * 16 * 128 * 128 * 4
-    assert steps.io_bytes(Shape("8x2048_h16", (2048,) * 8, 16), torch.bfloat16) == tokens + states
+    shape = Shape("8x2048_h16", (2048,) * 8, 16)
+    assert steps.io_bytes(shape, torch.bfloat16) == tokens + states
+    assert steps.io_bytes(shape, torch.bfloat16, torch.bfloat16) == tokens + states // 2

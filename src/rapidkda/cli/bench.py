@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -78,6 +79,10 @@ FlashOption = Annotated[
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, help="Rounds of the median.")]
 ReplaysOption = Annotated[int, typer.Option("--replays", min=1, help="Graph replays of one round.")]
 HeadsOption = Annotated[int, typer.Option("--heads", min=1, help="Heads of a rank.")]
+StateOption = Annotated[
+    Literal["float32", "bfloat16"],
+    typer.Option("--state-dtype", help="Dtype of the state pool; peers are measured with float32 only."),
+]
 InputsOption = Annotated[
     Path | None,
     typer.Option("--inputs", help="Operands of a model (see rapidkda capture), tiled, instead of a gate regime."),
@@ -118,6 +123,7 @@ def bench_decode(
     regime: RegimeOption = None,
     backend: BackendsOption = None,
     inputs: InputsOption = None,
+    state_dtype: StateOption = "float32",
     peers: PeersOption = "all",
     rounds: RoundsOption = 5,
     replays: ReplaysOption = 10,
@@ -127,7 +133,9 @@ def bench_decode(
     **Example:** `rapidkda bench decode --batch 64 --batch 256 --heads 16`
     """
     shapes = tuple(decode_shape(n, heads) for n in batch or DECODE_BATCHES)
-    measure("decode", shapes, _regimes(regime, inputs, shapes), backend, peers, None, rounds, replays, out)
+    regimes = _regimes(regime, inputs, shapes)
+    wanted = peers if state_dtype == "float32" else "none"
+    measure("decode", shapes, regimes, backend, wanted, None, rounds, replays, out, state_dtype=state_dtype)
 
 
 @app.command("verify")
@@ -142,6 +150,7 @@ def bench_verify(
     backend: BackendsOption = None,
     inputs: InputsOption = None,
     slots: Annotated[bool, typer.Option("--slots", help="One slot a position instead of replay of records.")] = False,
+    state_dtype: StateOption = "float32",
     rounds: RoundsOption = 5,
     replays: ReplaysOption = 10,
 ) -> None:
@@ -152,7 +161,8 @@ def bench_verify(
     counts = [(n, k) for k in drafts or VERIFY_DRAFTS for n in batch or DECODE_BATCHES]
     shapes = tuple(decode_shape(n, heads, k) for n, k in counts)
     regimes = _regimes(regime, inputs, shapes)
-    measure("verify", shapes, regimes, backend, "none", None, rounds, replays, out, replay=not slots)
+    form = partial(measure, replay=not slots, state_dtype=state_dtype)
+    form("verify", shapes, regimes, backend, "none", None, rounds, replays, out)
 
 
 @app.command("layer")
@@ -202,7 +212,9 @@ def measure(
     rounds: int,
     replays: int,
     out: Path | None,
+    *,
     replay: bool = True,
+    state_dtype: str = "float32",
 ) -> None:
     """Run one bench of steps, print it, write it; exit code 1 where an error of ours is above its bar."""
     target = None if out is None else writable(out, "--out")
@@ -224,6 +236,7 @@ def measure(
         device=device,
         settings=Settings(rounds=rounds, replays=replays),
         replay=replay,
+        state_dtype=getattr(torch, state_dtype),
     )
     measured = steps.measure(plan, lambda line: typer.echo(line, err=True))
     if not measured.rows:
