@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -75,6 +76,7 @@ def evaluate(
     if recorded is not None:
         _show(recorded, plots)
         return
+    start = time.monotonic()
     place = device_option(device)
     target = None if out is None else writable(out, "--out")
     needs("transformers", "transformers")
@@ -82,19 +84,22 @@ def evaluate(
     make_battery = partial(_battery, model, place, QUICK if quick else FULL, flashkda)
     try:
         battery = make_battery()
-        makers = _candidates(backend, comparison, Device.of(place), _gate(battery.models))
+        makers = _candidates(backend, comparison, Device.of(place), _gate(model))
         meta = {**dataclasses.asdict(collect_meta(place)), "model": model.name, "weights": weights_digest(model)}
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
     candidates = [make() for make in makers]
+
+    def tell(line: str) -> None:
+        typer.echo(f"{time.monotonic() - start:4.0f} s  {line}", err=True)
 
     def keep(report: Report) -> None:
         if target is not None:
             save(target, as_json(report, meta))
 
     with Workers(make_battery, jobs) if jobs > 1 else nullcontext() as workers:
-        judged = None if workers is None else workers.judge(candidates, makers)
-        found = battery.run(candidates, judged, tell=lambda line: typer.echo(line, err=True), keep=keep)
+        answers = None if workers is None else workers.answers(makers)
+        found = battery.run(candidates, answers, tell=tell, keep=keep)
     for table in (_task_table(found), _drift_table(found), _needle_table(found), _generation_table(found)):
         show.print(table)
     _explain(show, found)
@@ -143,17 +148,19 @@ def loaded_models(folder: Path, device: torch.device) -> Models:
         return load_model(folder, dtype=dtype, device=device)
 
     def head(dtype: torch.dtype, backends: BackendWish) -> MtpHead:
-        config = importlib.import_module("transformers").AutoConfig.from_pretrained(folder).get_text_config()
-        made = MtpHead.from_config(config, dtype=dtype, backends=backends, device=device)
+        made = MtpHead.from_config(_config(folder), dtype=dtype, backends=backends, device=device)
         made.load_weights(folder / HEAD_FILE)
         return made
 
     return Models(load, head if (folder / HEAD_FILE).is_file() else None)
 
 
-def _gate(models: Models) -> GateKind:
-    config = models.load(torch.float32).config.get_text_config()
-    return "softplus" if getattr(config, "linear_lower_bound", None) is None else "bounded"
+def _gate(folder: Path) -> GateKind:
+    return "softplus" if getattr(_config(folder), "linear_lower_bound", None) is None else "bounded"
+
+
+def _config(folder: Path) -> Any:
+    return importlib.import_module("transformers").AutoConfig.from_pretrained(folder).get_text_config()
 
 
 def _candidates(

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..serving import BackendWish, KDALayer, StatePool, StateShape, StepBatch, Workspace
 from ..serving.config import Rollback
 from .cache import AttentionCache
 from .families import KDA, family_of
 from .weights import adopt
+
+# All that torch has but cuDNN, its first choice on Hopper: that one builds a plan, some 30 ms of the host, for each
+# number of cached tokens that it has not seen, and every step of a request has another one.
+ATTENTION_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +121,8 @@ class PackedModel:
                 y = self.kda[index](x[0], batch, pool, workspace)[None]
                 topk = [None] * len(spans)
             else:
-                parts = [self._attend(layer.self_attn, x, span, topk[place]) for place, span in enumerate(spans)]
+                with sdpa_kernel(ATTENTION_KERNELS):
+                    parts = [self._attend(layer.self_attn, x, span, topk[place]) for place, span in enumerate(spans)]
                 y = _join([part for part, _ in parts])
                 topk = [chosen for _, chosen in parts]
             pieces = [family.leave(layer, carry, part) for (_, carry), part in zip(entered, self._pieces(y))]

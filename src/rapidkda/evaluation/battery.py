@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from ..dispatch import load
-from ..engine import MtpHead, RequestResult
+from ..engine import MtpHead
 from ..serving import BackendWish
 from . import generation, logprobs, tasks
+from .answers import Answers
 from .budget import Verdict, judge_drift, judge_share
 from .candidates import REFERENCE, Candidate
 from .decay import HalfLives, half_lives, record
 from .generation import Agreement, Speculation
 from .logprobs import Drift, Spans
-from .scoring import Scored, Scorer
+from .scoring import Scorer
 from .statistics import Estimate, paired_difference, share
 from .tasks import TASKS, Exam, Question, Task
 
@@ -98,7 +99,7 @@ class Judged:
         speculation: by number of drafts.
         verdicts: on the budget; none for the comparison "model".
         error: what ended it early, or None.
-        seconds: that it took.
+        seconds: that its answers and its speculation took.
     """
 
     name: str
@@ -165,7 +166,7 @@ class Battery:
     def run(
         self,
         candidates: Sequence[Candidate],
-        judged: Iterable[tuple[int, Judged]] | None = None,
+        answers: Iterable[tuple[int, Answers]] | None = None,
         *,
         tell: Callable[[str], None] = lambda line: None,
         keep: Callable[[Report], None] = lambda report: None,
@@ -177,7 +178,7 @@ class Battery:
 
         Args:
             candidates: to judge.
-            judged: (index, result of `judge`) of each of them in any order, from elsewhere
+            answers: (index, result of `answer`) of each of them in any order, from elsewhere
                 (`rapidkda.evaluation.parallel`).
             tell: hears what is done next.
             keep: is called with what there is after each result.
@@ -185,8 +186,8 @@ class Battery:
         tell("reference: torch in float32")
         report = self._report()
         results: dict[int, Judged] = {}
-        for index, found in judged or enumerate(map(self.judge, candidates)):
-            results[index] = found
+        for index, answered in answers or enumerate(map(self.answer, candidates)):
+            found = results[index] = self.compare(candidates[index], answered)
             report.judged = [results[one] for one in sorted(results)]
             tell(f"{found.name}, {found.comparison}: judged in {found.seconds:.0f} s")
             keep(report)
@@ -203,17 +204,40 @@ class Battery:
         return Report(
             sizes=self.sizes,
             questions={task: list(exam.questions) for task, exam in self.exams.items()},
-            reference={task: share(outcomes) for task, outcomes in self._outcomes.items()},
-            reference_outcomes={task: _digits(outcomes) for task, outcomes in self._outcomes.items()},
+            reference={task: share(outcomes) for task, outcomes in self._reference.outcomes.items()},
+            reference_outcomes={task: _digits(outcomes) for task, outcomes in self._reference.outcomes.items()},
             half_lives=self._half_lives(),
             judged=[],
         )
 
     def judge(self, candidate: Candidate) -> Judged:
-        """Everything but speculation of one candidate. What it raises is its result."""
-        found = Judged(candidate.name, candidate.comparison)
+        """Everything but speculation of one candidate."""
+        return self.compare(candidate, self.answer(candidate))
+
+    def answer(self, candidate: Candidate) -> Answers:
+        """What a candidate says, which needs no reference. What it raises is its result."""
+        found = Answers()
         with _watched(found):
-            self._judge(candidate, found)
+            model = self._model(DTYPES[candidate.comparison])
+            with candidate.installed() as backends:
+                most = max(self.sizes.passages, *(len(exam.samples) for exam in self.exams.values()))
+                scorer = Scorer(model, backends, chunk=self.sizes.chunk, max_passages=most)
+                self._ask(found, model, backends, scorer)
+        return found
+
+    def compare(self, candidate: Candidate, answers: Answers) -> Judged:
+        """A candidate's answers, as far as it got, against the reference's."""
+        found = Judged(candidate.name, candidate.comparison, answers.backends)
+        found.error, found.seconds = answers.error, answers.seconds
+        if answers.scored:
+            found.drifts = logprobs.drifts(answers.scored, self._reference.scored)
+        for task, outcomes in answers.outcomes.items():
+            difference = paired_difference(outcomes, self._reference.outcomes[task])
+            found.tasks[task] = TaskResult(share(outcomes), difference, _digits(outcomes))
+        if candidate.comparison == "operator" and answers.error is None:
+            found.verdicts = self._verdicts(found)
+        if answers.continuations:
+            found.agreement = generation.agreement(answers.continuations, self._reference.continuations)
         return found
 
     def speculate(self, candidate: Candidate, found: Judged) -> None:
@@ -232,24 +256,18 @@ class Battery:
                 counts=self.drafts,
             )
 
-    def _judge(self, candidate: Candidate, found: Judged) -> None:
-        dtype = DTYPES[candidate.comparison]
-        model = self._model(dtype)
-        with candidate.installed() as backends:
-            most = max(self.sizes.passages, *(len(exam.samples) for exam in self.exams.values()))
-            scorer = Scorer(model, backends, chunk=self.sizes.chunk, max_passages=most)
-            chosen = scorer.model.first_layer.choices
-            found.backends = {op: choice.backend.name for op, choice in chosen.items()}
-            scored = logprobs.score_text(scorer, self.sizes.passages, self.sizes.spans)
-            found.drifts = logprobs.drifts(scored, self._scored)
-            for task in TASKS:
-                outcomes = tasks.sit(scorer, self.exams[task])
-                difference = paired_difference(outcomes, self._outcomes[task])
-                found.tasks[task] = TaskResult(share(outcomes), difference, _digits(outcomes))
-            if candidate.comparison == "operator":
-                found.verdicts = self._verdicts(found)
-            if self.sizes.prompts:
-                found.agreement = generation.agreement(self._continue(model, backends), self._continuations)
+    def _ask(self, found: Answers, model: Any, backends: BackendWish, scorer: Scorer, *, whole: bool = False) -> None:
+        """Fill in the answers; `whole` prefills every text to its end."""
+        chosen = scorer.model.first_layer.choices
+        found.backends = {op: choice.backend.name for op, choice in chosen.items()}
+        found.scored = logprobs.score_text(scorer, self.sizes.passages, self.sizes.spans, whole)
+        for task in TASKS:
+            found.outcomes[task] = tasks.sit(scorer, self.exams[task], stepwise=not whole)
+        if self.sizes.prompts:
+            results, _ = generation.continue_all(
+                model, backends, self._prompts, self.sizes.new_tokens, chunk=self.sizes.chunk
+            )
+            found.continuations = [result.tokens for result in results]
 
     def _verdicts(self, found: Judged) -> list[Verdict]:
         verdicts = [judge_share(task, one.difference) for task, one in found.tasks.items()]
@@ -263,31 +281,15 @@ class Battery:
         return self._loaded[dtype]
 
     @property
-    def _prompts(self) -> list[generation.Prompt]:
+    def _prompts(self) -> list[generation.Tokens]:
         return generation.text_prompts(self.sizes.prompts, self.sizes.prompt_tokens)
 
-    def _continue(self, model: Any, backends: BackendWish) -> list[RequestResult]:
-        results, _ = generation.continue_all(
-            model, backends, self._prompts, self.sizes.new_tokens, chunk=self.sizes.chunk
-        )
-        return results
-
     @cached_property
-    def _reference_scorer(self) -> Scorer:
-        model = self._model(torch.float32)
-        return Scorer(model, REFERENCE, chunk=REFERENCE_CHUNK, max_tokens=REFERENCE_CHUNK, max_passages=16)
-
-    @cached_property
-    def _scored(self) -> list[Scored]:
-        return logprobs.score_text(self._reference_scorer, self.sizes.passages, self.sizes.spans, whole=True)
-
-    @cached_property
-    def _outcomes(self) -> dict[Task, list[bool]]:
-        return {task: tasks.sit(self._reference_scorer, exam, stepwise=False) for task, exam in self.exams.items()}
-
-    @cached_property
-    def _continuations(self) -> list[RequestResult]:
-        return self._continue(self._model(torch.float32), REFERENCE)
+    def _reference(self) -> Answers:
+        model, found = self._model(torch.float32), Answers()
+        scorer = Scorer(model, REFERENCE, chunk=REFERENCE_CHUNK, max_tokens=REFERENCE_CHUNK, max_passages=16)
+        self._ask(found, model, REFERENCE, scorer, whole=True)
+        return found
 
     def _half_lives(self) -> list[HalfLives]:
         (text,) = generation.text_prompts(1, self.sizes.decay_tokens)
@@ -295,7 +297,7 @@ class Battery:
 
 
 @contextmanager
-def _watched(found: Judged) -> Iterator[None]:
+def _watched(found: Answers | Judged) -> Iterator[None]:
     """Take the time, and an exception as a result: a backend may fail in any way, and the next one has its turn."""
     start = time.perf_counter()
     try:

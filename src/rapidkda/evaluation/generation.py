@@ -14,7 +14,7 @@ from .statistics import Estimate, share
 
 WARM_UP = 8  # tokens
 
-Prompt = tuple[int, ...]
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Speculation:
     same: Estimate
 
 
-def text_prompts(count: int, length: int) -> list[Prompt]:
+def text_prompts(count: int, length: int) -> list[Tokens]:
     """Windows of the held-out text at even distances."""
     text = held_out_text().encode("latin-1")
     return [tuple(text[start : start + length]) for start in (n * (len(text) - length) // count for n in range(count))]
@@ -60,7 +60,7 @@ def text_prompts(count: int, length: int) -> list[Prompt]:
 def continue_all(
     model: Any,
     backends: BackendWish,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Tokens],
     tokens: int,
     *,
     chunk: int,
@@ -88,10 +88,10 @@ def continue_all(
     return results, seconds
 
 
-def agreement(results: Sequence[RequestResult], reference: Sequence[RequestResult]) -> Agreement:
+def agreement(continuations: Sequence[Tokens], reference: Sequence[Tokens]) -> Agreement:
     """Compare continuations of the same prompts."""
-    lengths = [_common(mine.tokens, theirs.tokens) for mine, theirs in zip(results, reference, strict=True)]
-    tokens = len(reference[0].tokens)
+    lengths = [_common(mine, theirs) for mine, theirs in zip(continuations, reference, strict=True)]
+    tokens = len(reference[0])
     return Agreement(tokens, tuple(lengths), share([length == tokens for length in lengths]))
 
 
@@ -99,7 +99,7 @@ def speculation(
     model: Any,
     head: MtpHead,
     backends: BackendWish,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Tokens],
     tokens: int,
     *,
     chunk: int,
@@ -107,12 +107,13 @@ def speculation(
 ) -> list[Speculation]:
     """One entry for each K of `counts`, of which the first is 0."""
     found: list[Speculation] = []
-    plain: list[RequestResult] = []
+    plain: list[Tokens] = []
     for drafts in counts:
         results, seconds = continue_all(
             model, backends, prompts, tokens, chunk=chunk, head=head, drafts=drafts, warm_up=WARM_UP
         )
-        plain = plain or results
+        written = [result.tokens for result in results]
+        plain = plain or written
         stats = [result.stats for result in results]
         drafted, accepted = sum(one.drafted for one in stats), sum(one.accepted for one in stats)
         total = sum(one.output_tokens for one in stats)
@@ -122,7 +123,7 @@ def speculation(
                 accepted=share([True] * accepted + [False] * (drafted - accepted)) if drafted else None,
                 tokens_per_step=total / sum(one.steps for one in stats),
                 tokens_per_s=total / seconds,
-                same=agreement(results, plain).whole,
+                same=agreement(written, plain).whole,
             )
         )
     return found

@@ -1,17 +1,19 @@
-"""Several candidates judged at once, each in a process of its own.
+"""Several candidates asked at once, each in a process of its own.
 
-Most of the battery's time on a GPU is the host's, so that processes share the GPU well. Speculation is timed and so is
-left to the caller, alone.
+Most of the battery's time on a GPU is the host's. A process hands back answers: the caller computes the reference
+meanwhile, once, and compares. Speculation is timed and so is left to the caller too, when nothing else runs.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from types import TracebackType
 
-from .battery import Battery, Judged
+from .answers import Answers
+from .battery import Battery
 from .candidates import Candidate
 
 _battery: list[Battery] = []  # a worker's own, made once
@@ -36,27 +38,27 @@ class Workers:
     ) -> None:
         self._pool.shutdown(wait=error is None, cancel_futures=True)
 
-    def judge(
-        self, candidates: Sequence[Candidate], makers: Sequence[Callable[[], Candidate]]
-    ) -> Iterator[tuple[int, Judged]]:
-        """Start on all of them now; (index, result) of each as it comes.
+    def answers(self, makers: Sequence[Callable[[], Candidate]]) -> Iterator[tuple[int, Answers]]:
+        """Ask all of them now; (index, answers) of each as it comes.
 
-        `makers` make the candidates again in a worker, from plain values.
+        `makers` make the candidates in a worker, from plain values.
         """
-        futures = {self._pool.submit(_judge, make): index for index, make in enumerate(makers)}
-        return ((futures[future], _result(candidates[futures[future]], future)) for future in as_completed(futures))
+        futures = {self._pool.submit(_answer, make): index for index, make in enumerate(makers)}
+        return ((futures[future], _result(future)) for future in as_completed(futures))
 
 
 def _start(battery: Callable[[], Battery]) -> None:
     _battery.append(battery())
 
 
-def _judge(make: Callable[[], Candidate]) -> Judged:
-    return _battery[0].judge(make())
+def _answer(make: Callable[[], Candidate]) -> bytes:
+    """Pickled here: torch makes a pool's own pickling share tensors, in memory that a container may not have."""
+    return pickle.dumps(_battery[0].answer(make()))
 
 
-def _result(candidate: Candidate, future: Future[Judged]) -> Judged:
+def _result(future: Future[bytes]) -> Answers:
     try:
-        return future.result()
+        found: Answers = pickle.loads(future.result())
+        return found
     except BrokenExecutor as error:
-        return Judged(candidate.name, candidate.comparison, error=f"its process, or another one, ended: {error}")
+        return Answers(error=f"its process, or another one, ended: {error}")

@@ -70,7 +70,7 @@ class Scored:
     """What the model says of one passage.
 
     Attributes:
-        logprobs: float32 [n, vocabulary] on the model's device, one row a scored position.
+        logprobs: float32 [n, vocabulary] on the host, one row a scored position.
         targets: int64 [n], the token that follows each of them.
         kinds: the kind of step that computed each of them.
     """
@@ -268,6 +268,5 @@ class _Run:
             self.cache.crop(self.computed)
 
     def result(self) -> Scored:
-        rows = torch.cat(self._rows)
         targets = [self._passage.tokens[position + 1] for position in self._positions]
-        return Scored(rows, torch.tensor(targets, device=rows.device), tuple(self._kinds))
+        return Scored(torch.cat(self._rows).cpu(), torch.tensor(targets), tuple(self._kinds))
