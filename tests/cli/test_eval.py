@@ -102,6 +102,7 @@ def test_jobs_judge_as_one_process_does(cli: Cli, folder: Path, tmp_path: Path) 
         asked = ("--model", str(folder), "--quick", "--backend", "torch", "--device", "cpu", "--jobs", jobs)
         cli("eval", *asked, "--out", str(out))
         content = json.loads(out.read_text())
+        assert [one["error"] for one in content["judged"]] == [None, None]
         for one in content["judged"]:
             del one["seconds"]
         found.append(content)

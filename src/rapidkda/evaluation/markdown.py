@@ -14,9 +14,9 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"revision {meta['rev']}, on {meta['date']}. Model `{meta['model']}`, weights {meta['weights'][:12]}.",
         "",
         "| backend | comparison | arithmetic % | needles % | mean abs. difference | largest | KL a token | "
-        "argmax other % | budget |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
-        f"| torch float32 | reference | {_share(right['arithmetic'])} | {_share(right['needles'])} |  |  |  |  |  |",
+        "argmax other % | continuations agree for | budget |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        f"| torch float32 | reference | {_share(right['arithmetic'])} | {_share(right['needles'])} |  |  |  |  |  |  |",
     ]
     for one in content["judged"]:
         lines.append(f"| {one['name']} | {one['comparison']} | {_judged(one)} |")
@@ -29,11 +29,11 @@ def markdown(content: Mapping[str, Any]) -> str:
         if outcomes:
             cells = [_recall(content["questions"]["needles"], outcomes, length) for length in lengths]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| speculation | K | accepted % | tokens a step | tokens/s | as K = 0 | continuations agree for |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    lines += ["", "| speculation | K | accepted % | tokens a step | tokens/s | as K = 0 |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for one in content["judged"]:
         for found in one["speculation"]:
-            lines.append(f"| {one['name']}, {one['comparison']} | {_speculation(found)} | {_agreement(one)} |")
+            lines.append(f"| {one['name']}, {one['comparison']} | {_speculation(found)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -46,11 +46,11 @@ def _judged(one: Mapping[str, Any]) -> str:
     if one["error"] is not None:
         verdict = "failed"
     if not one["tasks"]:
-        return f"  |  |  |  |  |  | {verdict}"
+        return f"  |  |  |  |  |  |  | {verdict}"
     drift = one["drifts"][0]
     cells = [_share(one["tasks"][task]["right"]) for task in ("arithmetic", "needles")]
     cells += [_power(drift["mean_abs"]["value"]), _power(drift["max_abs"]), _power(drift["kl"]["value"])]
-    return " | ".join([*cells, f"{100 * drift['changed']['value']:.2f}", verdict])
+    return " | ".join([*cells, f"{100 * drift['changed']['value']:.2f}", _agreement(one), verdict])
 
 
 def _power(value: float | None) -> str:
@@ -76,4 +76,6 @@ def _speculation(found: Mapping[str, Any]) -> str:
 
 def _agreement(one: Mapping[str, Any]) -> str:
     found = one["agreement"]
+    if found is None:
+        return ""
     return f"{sum(found['lengths']) / len(found['lengths']):.0f} of {found['tokens']}"
