@@ -60,8 +60,8 @@ def test_eval_writes_tables_json_and_plots(cli: Cli, folder: Path, tmp_path: Pat
     assert [drift["tokens"] for drift in exact["drifts"]] == [2 * 106, 2 * 80, 2 * 6, 2 * 20]
     assert len(exact["tasks"]["needles"]["outcomes"]) == len(content["questions"]["needles"])
     assert exact["agreement"]["lengths"] == [6, 6]
-    assert not model["verdicts"]
-    assert done.code == (0 if exact["within"] and narrow["within"] else 1)
+    assert [verdict["what"] for verdict in model["verdicts"]] == ["needles, difference", "arithmetic, difference"]
+    assert done.code == (0 if all(one["within"] for one in content["judged"]) else 1)
     assert {path.name for path in plots.iterdir()} == {"needles.png", "logprobs.png", "half_lives.png"}
     shown = cli("eval", "--recorded", str(out), "--plots", str(tmp_path / "again"))
     assert shown.code == 0

@@ -66,8 +66,8 @@ def evaluate(
     """Judge backends on a trained model: tasks, log-probabilities, continuations, speculation. Exit code 1 when one is
     outside its budget.
 
-    All are compared with the torch backend in float32 on the same held-out problems and texts. The budget, for the
-    comparison "operator": arithmetic and needles within one point, mean |delta logprob| 5e-3, KL 1e-4 a token.
+    All are compared with the torch backend in float32 on the same held-out problems and texts. The budget: arithmetic
+    and needles within one point; for the comparison "operator", mean |delta logprob| 5e-3 and KL 1e-4 a token too.
 
     **Example:** `rapidkda eval --quick --backend torch`
     """
@@ -219,8 +219,6 @@ def _drift_table(report: Report) -> Table:
 def _budget(one: Judged) -> str:
     if one.error is not None:
         return "FAILED"
-    if not one.verdicts:
-        return "none"
     return "within" if one.within else "OUTSIDE"
 
 

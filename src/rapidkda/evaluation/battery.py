@@ -97,7 +97,7 @@ class Judged:
         tasks: by task.
         agreement: of greedy continuations.
         speculation: by number of drafts.
-        verdicts: on the budget; none for the comparison "model".
+        verdicts: on the budget.
         error: what ended it early, or None.
         seconds: that its answers and its speculation took.
     """
@@ -234,7 +234,7 @@ class Battery:
         for task, outcomes in answers.outcomes.items():
             difference = paired_difference(outcomes, self._reference.outcomes[task])
             found.tasks[task] = TaskResult(share(outcomes), difference, _digits(outcomes))
-        if candidate.comparison == "operator" and answers.error is None:
+        if answers.error is None:
             found.verdicts = self._verdicts(found)
         if answers.continuations:
             found.agreement = generation.agreement(answers.continuations, self._reference.continuations)
@@ -271,8 +271,9 @@ class Battery:
 
     def _verdicts(self, found: Judged) -> list[Verdict]:
         verdicts = [judge_share(task, one.difference) for task, one in found.tasks.items()]
-        for drift in found.drifts:
-            verdicts += judge_drift(drift)
+        if found.comparison == "operator":
+            for drift in found.drifts:
+                verdicts += judge_drift(drift)
         return verdicts
 
     def _model(self, dtype: torch.dtype) -> Any:

@@ -1,7 +1,8 @@
 """What a backend may cost: the budget, and whether a result is inside it.
 
-The budget is for the comparison "operator": the rest of the model is the same to the last bit, so that all of the
-difference is the backend's. A bfloat16 model's own rounding is larger and no backend's fault.
+The limits on log-probabilities are for the comparison "operator": the rest of the model is the same to the last bit, so
+that all of the difference is the backend's. A bfloat16 model's own rounding is larger and no backend's fault; it must
+answer as many questions all the same.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _share(estimate: Mapping[str, Any]) -> str:
 
 
 def _judged(one: Mapping[str, Any]) -> str:
-    verdict = "none" if not one["verdicts"] else "within" if one["within"] else "outside"
+    verdict = "within" if one["within"] else "outside"
     if one["error"] is not None:
         verdict = "failed"
     if not one["tasks"]:
