@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 DEPTHS = 6  # rows of the needle map
+MAPS = 5  # needle maps side by side
 
 
 def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -46,15 +47,21 @@ def _needles(content: Mapping[str, Any]) -> Any:
     for one in content["judged"]:
         if "needles" in one["tasks"]:
             maps[f"{one['name']}, {one['comparison']}"] = one["tasks"]["needles"]["outcomes"]
-    figure, axes = pyplot.subplots(1, len(maps), figsize=(3.2 * len(maps), 3), squeeze=False, layout="constrained")
+    columns = min(MAPS, len(maps))
+    rows = -(-len(maps) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(3.2 * columns, 3 * rows), squeeze=False, layout="constrained"
+    )
     image: Any = None
-    for axis, (name, outcomes) in zip(axes[0], maps.items()):
+    for axis in axes.flat[len(maps) :]:
+        axis.axis("off")
+    for axis, (name, outcomes) in zip(axes.flat, maps.items()):
         lengths, recall = needle_map(content["questions"]["needles"], outcomes)
         image = axis.imshow(100 * recall, vmin=0, vmax=100, cmap="viridis", aspect="auto")
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=90)
         axis.set_yticks(range(DEPTHS), [f"{100 * row // DEPTHS} %" for row in range(DEPTHS)])
         axis.set(title=name, xlabel="tokens", ylabel="depth")
-    figure.colorbar(image, ax=list(axes[0]), label="needles recalled, %")
+    figure.colorbar(image, ax=axes, label="needles recalled, %")
     return figure
 
 
