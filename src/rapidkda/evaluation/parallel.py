@@ -12,6 +12,8 @@ from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, as_c
 from multiprocessing import get_context
 from types import TracebackType
 
+import torch
+
 from .answers import Answers
 from .battery import Battery
 from .candidates import Candidate
@@ -28,7 +30,8 @@ class Workers:
     """
 
     def __init__(self, battery: Callable[[], Battery], count: int):
-        self._pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_start, initargs=(battery,))
+        threads = max(1, torch.get_num_threads() // count)  # this process's, shared out
+        self._pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_start, initargs=(battery, threads))
 
     def __enter__(self) -> Workers:
         return self
@@ -47,7 +50,8 @@ class Workers:
         return ((futures[future], _result(future)) for future in as_completed(futures))
 
 
-def _start(battery: Callable[[], Battery]) -> None:
+def _start(battery: Callable[[], Battery], threads: int) -> None:
+    torch.set_num_threads(threads)
     _battery.append(battery())
 
 
