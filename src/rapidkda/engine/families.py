@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import AttentionCache, causal_mask
+from .latent import attend_to_all, sees_all
 
 KDA = "linear_attention"
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
@@ -95,6 +96,8 @@ def _glm5_next(model: Any) -> Family:
         return _expand(post, mix, streams, layer.mlp(layer.post_attention_layernorm(x)))
 
     def attend(module: Any, x: Tensor, cache: AttentionCache, topk: Any) -> tuple[Tensor, Any]:
+        if sees_all(module, cache.length(module.layer_idx) + x.shape[1]):
+            return attend_to_all(module, x, cache), None  # a layer that shares the choice sees all of them too
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # no padding; the indexer masks causally
         y, _, topk = module(x, attention_mask=real, prev_topk_indices=topk, **{keyword: cache})
         return y, topk
