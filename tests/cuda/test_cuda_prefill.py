@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from rapidkda.device import Device
 from rapidkda.ops import kinds
 from rapidkda.segments import Checkpoints
 from rapidkda.testing import Inputs, Shape, bar, make_inputs, worst_output_error, worst_state_error
+from rapidkda.testing.regimes import Raw, Regime
+from rapidkda.testing.tolerances import relative_error
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or importlib.util.find_spec("cuda.core") is None:
@@ -133,6 +136,40 @@ def test_magnitudes_do_not_matter(form: str, values: float, keys: float, states:
     limit = bar("slow", torch.bfloat16)
     assert err_out <= limit.out
     assert err_state <= limit.state
+
+
+# Unbounded gates, from hardly any decay to the clamp of a token within a chunk.
+@pytest.mark.parametrize(("bias", "swing"), [(-8.0, 1.0), (3.0, 1.0), (0.0, 12.0)], ids=["weak", "strong", "both"])
+@pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32], ids=["g16", "g32"])
+def test_gates_of_any_strength(form: str, g_dtype: torch.dtype, bias: float, swing: float) -> None:
+    def adapt(raw: Raw, shape: Shape, generator: torch.Generator) -> None:
+        raw.A_log.copy_(torch.linspace(0.0, 3.0, shape.hv))
+        raw.dt_bias.fill_(bias)
+        raw.g *= swing
+
+    inputs = make_inputs(
+        RAGGED, Regime("gates", "", None, adapt), dtype=torch.bfloat16, device=DEVICE, seed=8, g_dtype=g_dtype
+    )
+    err_out, err_state = errors(inputs, *run(inputs))
+    assert err_out <= 1e-2  # a sequence of one token among them
+    assert err_state <= bar("slow", torch.bfloat16).state
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])
+def test_constant_slow_gates_keep_what_they_are(lower_bound: float | None) -> None:
+    """Nothing is written, so the last state is the first one times the decays: an error of each chunk would add up."""
+    tokens = 32768
+
+    def adapt(raw: Raw, shape: Shape, generator: torch.Generator) -> None:
+        raw.g.fill_(-12.0)
+        raw.beta.fill_(-60.0)
+
+    inputs = make_inputs(
+        Shape("long", (tokens,), 2), Regime("constant", "", lower_bound, adapt), dtype=torch.bfloat16, device=DEVICE
+    )
+    _, final = run(inputs)
+    rate = -math.log1p(math.exp(-12.0)) if lower_bound is None else lower_bound / (1.0 + math.exp(12.0))
+    assert relative_error(final, inputs.states.double() * math.exp(tokens * rate)) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ struct Config {
     static constexpr int kSlots = kCluster ? kGroups : 2 * kGroups;  // raw tiles in flight
 
     // With one slot a group, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may
-    // not lie over g. Unbounded gates reuse q and k as well, and fp32 g leaves no room.
-    static constexpr bool kEarlyReload = kBounded && kCluster && !kGateFloat;
+    // not lie over g. fp32 g leaves no room.
+    static constexpr bool kEarlyReload = kCluster && !kGateFloat;
 
     static constexpr int stages = 0;
     static constexpr int raw = stages + kStages * kStageBytes;

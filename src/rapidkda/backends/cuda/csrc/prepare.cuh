@@ -1,20 +1,19 @@
 // The producers: from raw q, k, g, beta of a chunk to everything the recurrence needs of it (layout.cuh, Stage).
 //
-// Group i of two warps takes every kGroups-th chunk of this CTA. Warp w owns channels 64 w .. 64 w + 63, a lane two
-// neighbouring ones, over all 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA in a ring of slots that
-// the groups share. The two warps take turns as the solver, which has the longer second half of a chunk: the other one
-// goes ahead. Chunks count from the kernel's start over all runs of the CTA, so producers go on to the next run while
-// the consumers finish this one: chunk `base + i` is the i-th of this run.
+// Group i of two warps takes every kGroups-th chunk of this CTA. Warp w owns channels 64 w .. 64 w + 63, a lane four
+// neighbouring ones over 8 of the 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA in a ring of slots
+// that the groups share. The two warps take turns as the solver, which has the longer second half of a chunk: the other
+// one goes ahead. Chunks count from the kernel's start over all runs of the CTA, so producers go on to the next run
+// while the consumers finish this one: chunk `base + i` is the i-th of this run.
 //
 // Barriers. `raw_full[slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of
 // both CTAs of a cluster, is done with the stage. `full[stage]`: this group's two warps arrived and V's bytes landed;
-// where the peer prepares the chunk, the bytes of its copy and of V. Named barriers of a group: `tiles_written` before
-// the products within the chunk, `chunk_done` before the raw slot is filled again and, in a cluster, the stage is
-// copied.
+// where the peer prepares the chunk, the bytes of its copy and of V. Named barriers of a group: `exchange` between what
+// the warps give and take of their products, `chunk_done` before the raw slot is filled again and, in a cluster, the
+// stage is copied.
 #pragma once
 #include "gate.cuh"
-#include "intra_bounded.cuh"
-#include "intra_unbounded.cuh"
+#include "products.cuh"
 #include "row_scale.cuh"
 #include "work.cuh"
 
@@ -79,60 +78,52 @@ DEVICE void blank_rows(u32 raw, int warp, int lane, int rows, bool raw_gate) {
     }
 }
 
-// Gate logits of this lane's two channels, [token][2].
+// Gate logits of this lane's channels and tokens, [token][4].
 template <class C>
 DEVICE void load_logits(float* logits, u32 tile, int warp, int lane) {
     if constexpr (C::kGateFloat) {
-        const u32 from = tile + warp * 4096 + (lane >> 4) * 2048;
+        const u32 word = (lane >> 4) * 1024 + (lane & 7) * 16;
+        const u32 from = tile + warp * 4096 + ((lane >> 3) & 1) * 2048;
 #pragma unroll
-        for (int t = 0; t < 16; t++) {
-            const Pair x = load_shared_pair(from + t * 128 + (((lane & 15) * 8) ^ ((t & 7) << 4)));
-            logits[2 * t] = x.x;
-            logits[2 * t + 1] = x.y;
+        for (int t = 0; t < 8; t++) {
+            const Quad x = load_shared_quad(from + row_word(word, t));
+            logits[4 * t] = x.x;
+            logits[4 * t + 1] = x.y;
+            logits[4 * t + 2] = x.z;
+            logits[4 * t + 3] = x.w;
         }
         __syncwarp();  // what this warp writes over g later lands where other lanes read
     } else {
-        u32 words[16];
+        const u32 word = lane_word(lane);
+        Words2 words[8];
 #pragma unroll
-        for (int t = 0; t < 16; t++)
-            words[t] = load_shared(tile + warp * 2048 + t * 128 + ((lane * 4) ^ ((t & 7) << 4)));
+        for (int t = 0; t < 8; t++) words[t] = load_shared_words2(tile + warp * 2048 + row_word(word, t));
 #pragma unroll
-        for (int t = 0; t < 16; t++) {
-            logits[2 * t] = low_bf16(words[t]);
-            logits[2 * t + 1] = high_bf16(words[t]);
+        for (int t = 0; t < 8; t++) {
+            logits[4 * t] = low_bf16(words[t].x);
+            logits[4 * t + 1] = high_bf16(words[t].x);
+            logits[4 * t + 2] = low_bf16(words[t].y);
+            logits[4 * t + 3] = high_bf16(words[t].y);
         }
     }
 }
 
-// In place: log2 decays, summed from each anchor (the chunk's start; for unbounded gates also its middle), plus the
-// shift.
+// In place: log2 decays, summed from the first of this lane's tokens.
 template <class C>
 DEVICE void accumulate_decays(float* x, const GateChannels& gate, bool raw_gate) {
     if constexpr (C::kBounded) {
 #pragma unroll
-        for (int t = 0; t < 16; t++) {
-            x[2 * t] = bounded_fraction(x[2 * t], gate.bias0, gate.amplitude);
-            x[2 * t + 1] = bounded_fraction(x[2 * t + 1], gate.bias1, gate.amplitude);
-        }
+        for (int t = 0; t < 32; t++) x[t] = bounded_fraction(x[t], gate.bias[t & 3], gate.amplitude);
     } else if (raw_gate) {
 #pragma unroll
-        for (int t = 0; t < 16; t++) {
-            x[2 * t] = softplus_log2_decay(x[2 * t], gate.bias0, gate.amplitude);
-            x[2 * t + 1] = softplus_log2_decay(x[2 * t + 1], gate.bias1, gate.amplitude);
-        }
+        for (int t = 0; t < 32; t++) x[t] = softplus_strength(x[t], gate.bias[t & 3], gate.bound);
     } else {
 #pragma unroll
-        for (int t = 0; t < 32; t++) x[t] = fmaxf(x[t] * kLog2E, kMinLog2Decay);
+        for (int t = 0; t < 32; t++) x[t] = log_decay_strength(x[t], gate.bound);
     }
-    float sum0 = C::Gate::shift, sum1 = sum0;
+    const float factor = C::kBounded ? gate.bound : gate.amplitude;
 #pragma unroll
-    for (int t = 0; t < 16; t++) {
-        if (!C::kBounded && t == 8) sum0 = sum1 = C::Gate::shift;
-        sum0 = C::kBounded ? fmaf(x[2 * t], gate.bound, sum0) : sum0 + x[2 * t];
-        sum1 = C::kBounded ? fmaf(x[2 * t + 1], gate.bound, sum1) : sum1 + x[2 * t + 1];
-        x[2 * t] = sum0;
-        x[2 * t + 1] = sum1;
-    }
+    for (int t = 0; t < 32; t++) x[t] = t < 4 ? x[t] * factor : fmaf(x[t], factor, x[t - 4]);
 }
 
 template <class C>
@@ -144,9 +135,9 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
     const int first_turn = (base + first) / kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
-    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 2 * this_lane);
+    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
     // Named barriers of this group.
-    const int tiles_written = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
+    const int exchange = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
 
     auto load_raw = [&](int i, int lane) {  // one thread, or those that arrive
         const int slot = (base + i) / kCtas % C::kSlots, token = w.first_token + i * kChunk;
@@ -158,7 +149,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         copy_tile(to + 8192, &p.g, token, 0, w.head, bar);
     };
     constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
-    named_barrier(tiles_written, 64);          // both warps have left the raw tiles of the run before
+    named_barrier(exchange, 64);               // both warps have left the raw tiles of the run before
     if (warp == 0 && arrives(this_lane))  // slots that this group was the last to use
 #pragma unroll 1
         for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
@@ -169,7 +160,6 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     using Gate = typename C::Gate;
     for (int i = first; i < n; i += kStep) {
         const int lane = fresh_lane();
-        const u32 word = lane * 4;  // of a row
         const int turn = (base + i) / kStep, load = (base + i) / kCtas, slot = load % C::kSlots;
         const int stage_index = (base + i) % C::kStages;
         const bool solver = warp == (turn & 1);
@@ -182,7 +172,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if (rows < kChunk) {
             blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
-            named_barrier(tiles_written, 64);  // each warp blanks its half of the channels, and scales need both
+            named_barrier(exchange, 64);  // each warp blanks its half of the channels, and scales need both
         }
         const bool l2norm = p.flags & kL2Norm;
         if (!solver)
@@ -190,7 +180,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         else if (!l2norm)
             write_row_scales(scales, raw + 4096, lane, rows, false, 1.f);
 
-        float decay[32];  // of this lane's two channels: logits, then prefix sums of log2 decays from their anchor
+        float decay[32];  // of this lane's channels and tokens: logits, then prefix sums of log2 decays
         load_logits<C>(decay, raw + 8192, warp, lane);
         accumulate_decays<C>(decay, gate, p.flags & kRawGate);
 
@@ -199,33 +189,25 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();  // the scales are written by other lanes
         if (lane < 16 && (!solver || !l2norm))
             store_shared_float(stage + Stage::row_scale + (solver ? 0 : 64) + lane * 4,
-                               load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::down);
+                               load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::rows_unshift);
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
         const u32 own_kd = stage + Stage::kd_qd + 2 * half, own_kr = stage + Stage::kr + half;
-        float end0, end1;
-        if constexpr (C::kBounded) {
-            u32 keys[16];
-#pragma unroll
-            for (int t = 0; t < 16; t++) keys[t] = load_shared(raw + 4096 + half + t * 128 + (word ^ ((t & 7) << 4)));
-            end0 = exp2_approx(decay[30]) * Gate::down;
-            end1 = exp2_approx(decay[31]) * Gate::down;
-            if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);  // by the last solver
-            decay_bounded(decay, keys, raw + half, own_inverse, own_kd, own_kr, word);
-        } else {
-            named_barrier(tiles_written, 64);  // both warps have read the raw tiles for their scales
-            decay_unbounded(decay, raw + half, own_inverse, own_kd, own_kr, word, end0, end1);
-        }
-        store_shared_pair(stage + Stage::decay + (lane & 3) * Stage::decay_row + (8 * warp + (lane >> 2)) * 8, end0,
-                          end1);
-        named_barrier(tiles_written, 64);
+        if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);  // by the last solver
+        const Anchors anchors = find_anchors<Gate>(decay + 28, lane);
+        write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, own_kr, lane_word(lane));
+        const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
+        store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::decay_row + (pair >> 2) * 8, anchors.end[0],
+                          anchors.end[1]);
+        const int exchange_read = C::kEarlyReload && i + kStep < n ? inverse_read : 0;
+        const u32 factors = stage + Stage::inverse + warp * 256;  // free until the solver's end
+        if constexpr (Gate::anchors == 2)
+            store_shared_words2(factors + lane * 8, anchors.factors[0], anchors.factors[1]);
+        __syncwarp();
+        const Products products = multiply_own<Gate>(own_inverse, own_kd, factors, lane);
+        combine<Gate>(products, own_inverse, inverse + (warp ^ 1) * (C::kGateTile / 2), stage, scratch, scales, solver,
+                      lane, beta, rows, l2norm, exchange, exchange_read);
         if (C::kEarlyReload && !solver && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
-        if constexpr (C::kBounded)
-            multiply_bounded<C::kGateTile / 2>(inverse, stage, scratch, scales, solver, lane, beta, rows, l2norm,
-                                               C::kEarlyReload && i + kStep < n ? inverse_read : 0);
-        else
-            multiply_unbounded<C::kGateTile / 2>(raw, inverse, stage, scratch, scales, solver, lane, beta, rows,
-                                                 l2norm);
         fence_async_proxy();
         __syncwarp();
         if (arrives(lane)) barrier_arrive(full);

@@ -19,17 +19,11 @@ struct Select<false, A, B> {
 };
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr u32 kAllLanes = 0xffffffffu;
 
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
     return y;
 }
 DEVICE float reciprocal(float x) {
@@ -52,6 +46,11 @@ DEVICE u32 pack_bf16(float low, float high) {
 }
 DEVICE float low_bf16(u32 word) { return __uint_as_float(word << 16); }
 DEVICE float high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+DEVICE u32 multiply_bf16(u32 x, u32 y) {
+    u32 r;
+    asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
 // The same in fp16.
 DEVICE u32 pack_f16(float low, float high) {
     u32 r;
@@ -90,6 +89,9 @@ struct alignas(8) Pair {
 };
 struct alignas(16) Quad {
     float x, y, z, w;
+};
+struct Words2 {
+    u32 x, y;
 };
 struct Words4 {
     u32 x, y, z, w;

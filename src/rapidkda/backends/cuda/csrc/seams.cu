@@ -35,24 +35,16 @@ struct LaunchInfo {
 extern "C" __constant__ const LaunchInfo launch_info = {kThreads, kBytes, 1};
 
 // log2 decays of this lane's four channels from their logits.
-struct Gates {
-    float amplitude, bound, bias[4];
+struct Gates : GateChannels {
     bool bounded, raw;
 
-    DEVICE Gates(const Params& p, int head, int channel) {
-        const GateChannels first = gate_channels(p, head, channel), second = gate_channels(p, head, channel + 2);
-        amplitude = first.amplitude;
-        bound = first.bound;
-        bias[0] = first.bias0;
-        bias[1] = first.bias1;
-        bias[2] = second.bias0;
-        bias[3] = second.bias1;
-        bounded = p.lower_bound < 0.f;
-        raw = p.flags & kRawGate;
-    }
+    DEVICE Gates(const Params& p, int head, int channel)
+        : GateChannels(gate_channels(p, head, channel, p.lower_bound < 0.f)),
+          bounded(p.lower_bound < 0.f),
+          raw(p.flags & kRawGate) {}
     DEVICE float log2_decay(float g, int channel) const {
         if (bounded) return bound * bounded_fraction(g, bias[channel], amplitude);
-        return raw ? softplus_log2_decay(g, bias[channel], amplitude) : fmaxf(g * kLog2E, kMinLog2Decay);
+        return amplitude * (raw ? softplus_strength(g, bias[channel], bound) : log_decay_strength(g, bound));
     }
 };
 

@@ -16,6 +16,11 @@ DEVICE Pair load_shared_pair(u32 a) {
     asm volatile("ld.shared.v2.f32 {%0,%1},[%2];" : "=f"(r.x), "=f"(r.y) : "r"(a));
     return r;
 }
+DEVICE Words2 load_shared_words2(u32 a) {
+    Words2 r;
+    asm volatile("ld.shared.v2.b32 {%0,%1},[%2];" : "=r"(r.x), "=r"(r.y) : "r"(a));
+    return r;
+}
 DEVICE Quad load_shared_quad(u32 a) {
     Quad r;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(a));
@@ -30,6 +35,9 @@ DEVICE void store_shared(u32 a, u32 v) { asm volatile("st.shared.b32 [%0],%1;" :
 DEVICE void store_shared_float(u32 a, float v) { store_shared(a, __float_as_uint(v)); }
 DEVICE void store_shared_pair(u32 a, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y));
+}
+DEVICE void store_shared_words2(u32 a, u32 x, u32 y) {
+    asm volatile("st.shared.v2.b32 [%0],{%1,%2};" ::"r"(a), "r"(x), "r"(y));
 }
 DEVICE void store_shared_quad(u32 a, Quad v) {
     asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(a), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
@@ -53,6 +61,10 @@ DEVICE void load_matrix_transposed(u32* r, u32 a) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(a));
+}
+DEVICE void store_matrix(u32 a, const u32* r) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3]));
 }
 DEVICE void store_matrix_transposed(u32 a, const u32* r) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(r[0]), "r"(r[1]),

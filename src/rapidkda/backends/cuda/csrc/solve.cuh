@@ -1,5 +1,5 @@
-// (I + L)^-1 of a 16 x 16 unit lower triangular matrix by forward substitution in fp32, one column a lane. Products of
-// powers of L in half precision lose everything for near-collinear keys; substitution does not.
+// (I + L)^-1 of a 16 x 16 unit lower triangular matrix in fp32, by forward substitution in blocks. Products of powers
+// of L in half precision lose everything for near-collinear keys; substitution does not.
 #pragma once
 #include "layout.cuh"
 #include "tiles.cuh"
@@ -40,35 +40,69 @@ DEVICE void norm_scales(u32 scales, u32 row_scale, float first, float second, in
     __syncwarp();
 }
 
-// Lanes j and 16 + j compute column j of Diag(key scale) (I + L)^-1 Diag(beta) and write the upper and the lower half
-// of its rows, as a high and a low bf16 part: the consumers multiply raw keys, so the rows carry their scale.
-// scales: of the keys; beta: of token `lane`.
+// Diag(key scale) (I + L)^-1 Diag(beta), as a high and a low bf16 part: the consumers multiply raw keys, so the rows
+// carry their scale. By blocks of 8: A and D, the inverses of the diagonal ones, by substitution, side by side; below
+// them X = -D C A, C the block of L. scales: of the keys; beta: of token `lane`.
 DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float beta) {
-    const int column = lane & 15, first_row = (lane >> 4) * 8;
-    float x[16];
+    constexpr int row = Scratch::lower_row;
+    const u32 lower = scratch + Scratch::lower;
+    // Lanes j and 16 + j: column j % 8 of a diagonal block, and rows 0..3 or 4..7 of it in place of L's.
+    const int j = lane & 7, block = (lane >> 3) & 1, half = lane >> 4;
+    const u32 diagonal = lower + block * (8 * row + 32);
+    float x[8];
 #pragma unroll
-    for (int m = 0; m < 16; m++) x[m] = m == column ? 1.f : 0.f;
+    for (int m = 0; m < 8; m++) x[m] = m == j ? 1.f : 0.f;
 #pragma unroll
-    for (int m = 0; m < 15; m++) {
+    for (int m = 0; m < 7; m++) {
 #pragma unroll
-        for (int c = (m + 1) / 4; c < 4; c++) {
-            const Quad l = load_shared_quad(scratch + Scratch::lower + m * Scratch::lower_row + c * 16);
+        for (int c = (m + 1) / 4; c < 2; c++) {
+            const Quad l = load_shared_quad(diagonal + m * row + c * 16);
             if (4 * c > m) x[4 * c] = fmaf(-l.x, x[m], x[4 * c]);
             if (4 * c + 1 > m) x[4 * c + 1] = fmaf(-l.y, x[m], x[4 * c + 1]);
             if (4 * c + 2 > m) x[4 * c + 2] = fmaf(-l.z, x[m], x[4 * c + 2]);
             if (4 * c + 3 > m) x[4 * c + 3] = fmaf(-l.w, x[m], x[4 * c + 3]);
         }
     }
-    const float strength = __shfl_sync(kAllLanes, beta, column);
-    const u32 to = stage + Stage::inverse + small_matrix(first_row, column);
-    const u32 low = to + Stage::inverse_low - Stage::inverse;
+    const Quad own{half ? x[4] : x[0], half ? x[5] : x[1], half ? x[6] : x[2], half ? x[7] : x[3]};
+    __syncwarp();
+    store_shared_quad(diagonal + j * row + half * 16, own);
+    __syncwarp();
+    // Lane 8 r + j: rows 2 r and 2 r + 1 of column j of C A, then of X.
+    const u32 pair = (lane >> 3) * 8;
+    auto multiply = [&](u32 rows, u32 column) {  // transposed: `rows` of the first matrix, a column of the second
+        const Quad low = load_shared_quad(column), high = load_shared_quad(column + 16);
+        const float y[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        Pair sum{0.f, 0.f};
 #pragma unroll
-    for (int m = 0; m < 8; m += 2) {
-        const Pair scale = load_shared_pair(scales + (first_row + m) * 4);
-        const float y0 = (first_row ? x[m + 8] : x[m]) * strength * scale.x;
-        const float y1 = (first_row ? x[m + 9] : x[m + 1]) * strength * scale.y;
+        for (int m = 0; m < 8; m++) {
+            const Pair a = load_shared_pair(rows + m * row);
+            sum.x = fmaf(a.x, y[m], sum.x);
+            sum.y = fmaf(a.y, y[m], sum.y);
+        }
+        return sum;
+    };
+    const u32 products = lower + (8 + j) * row;  // a place that L has no use for
+    const Pair y = multiply(lower + 32 + pair, lower + j * row);
+    store_shared_pair(products + pair, y.x, y.y);
+    __syncwarp();
+    const Pair below = multiply(lower + 8 * row + 32 + pair, products);
+
+    const u32 to = stage + Stage::inverse;
+    constexpr int low_part = Stage::inverse_low - Stage::inverse;
+    auto store = [&](u32 at, float y0, float y1) {  // two rows
         const u32 high = pack_bf16(y0, y1);
-        store_shared_halves(to + m * 16, to + m * 16 + 16, high);
-        store_shared_halves(low + m * 16, low + m * 16 + 16, pack_bf16(y0 - low_bf16(high), y1 - high_bf16(high)));
-    }
+        store_shared_halves(at, at + 16, high);
+        store_shared_halves(at + low_part, at + low_part + 16, pack_bf16(y0 - low_bf16(high), y1 - high_bf16(high)));
+    };
+    const float strength = __shfl_sync(kAllLanes, beta, lane & 15), strength_below = -__shfl_sync(kAllLanes, beta, j);
+    const int first_row = 8 * block + 4 * half;
+    const Quad scale = load_shared_quad(scales + first_row * 4);
+    const Pair scale_below = load_shared_pair(scales + 32 + pair);
+    const u32 at = to + small_matrix(first_row, lane & 15);
+    store(at, own.x * strength * scale.x, own.y * strength * scale.y);
+    store(at + 32, own.z * strength * scale.z, own.w * strength * scale.w);
+    store(to + small_matrix(8, j) + pair * 4, below.x * strength_below * scale_below.x,
+          below.y * strength_below * scale_below.y);
+    store_shared(to + 256 + lane * 4, 0u);  // above the diagonal
+    store_shared(to + 256 + lane * 4 + low_part, 0u);
 }

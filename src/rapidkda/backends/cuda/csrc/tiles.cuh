@@ -6,8 +6,7 @@
 #include "mma.cuh"
 #include "shared.cuh"
 
-// ldmatrix addresses of this lane. A operand: 16 rows x 16 channels. B operand: 16 rows (n) x 16 channels (k), or, for
-// 8 rows, 8 x 32 channels.
+// ldmatrix addresses of this lane. A operand: 16 rows x 16 channels. B operand: 16 rows (n) x 16 channels (k).
 DEVICE u32 a_operand(u32 half, int lane, int step) {
     const u32 row = ((lane >> 3) & 1) * 8 + (lane & 7), piece = 2 * step + (lane >> 4);
     return half + row * 128 + ((piece ^ (row & 7)) << 4);
@@ -20,10 +19,6 @@ DEVICE u32 b_operand(u32 half, int lane, int step) {
 DEVICE u32 a_operand_split(u32 half, int lane, int step, u32 second) {
     const u32 row = lane & 7, piece = 2 * step + (lane >> 4);
     return half + ((lane >> 3) & 1) * second + row * 128 + ((piece ^ row) << 4);
-}
-DEVICE u32 b_operand_8rows(u32 half, int lane, int two_steps) {
-    const u32 row = lane & 7, piece = 4 * two_steps + (lane >> 3);
-    return half + row * 128 + ((piece ^ row) << 4);
 }
 
 // Byte offset of element (row, column) in a 16 x 16 bf16 matrix [2 column halves][16][8].

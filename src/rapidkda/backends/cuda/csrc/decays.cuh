@@ -1,0 +1,115 @@
+// Decayed tiles of a chunk. Products within it need 2^(G_i - G_j), i >= j, of the log2 decays summed from the chunk's
+// start, and get them as <x_i 2^(P_i), k_j 2^(-P_j)>, P_t the decay since an anchor, plus a shift s that centres the
+// exponents, so that keys of any magnitude stay clear of both ends of the bf16 range. No anchor lies after the rows
+// that use it: row i depends on tokens up to i only.
+//
+// Bounded gate: 16 tokens stay within 16 * 5 * log2(e) = 115.4, so one anchor serves the chunk, P_t = G_t + s.
+//
+// Any other: a decay below 2^-26 a token counts as 2^-26: what it multiplies is then below the resolution of fp32 sums,
+// and 8 tokens span no more than 208. So each half of the chunk has an anchor of its own: 0, and at the middle A, G_7
+// rounded to an integer. With P_t = G_t + s in the first half and G_t - A + s in the second,
+//   within a half          <x_i 2^(P_i), k_j 2^(-P_j)>
+//   rows 8.., columns ..7  <x_i 2^(P_i), k_j 2^(A - G_j)>, every true factor at most about 1, times 2^-s
+// Factors between anchors are powers of two, which bf16 multiplies exactly: 2^(A + s) turns the inverse-decayed keys of
+// the first half into those of the second line. Once the products are made, 2^-48 and 2^(A - 48) turn the decayed rows
+// of the two halves into those that the recurrence wants, shifted by 56 as for the bounded gate: it may scale the state
+// up (Range in recurrence.cuh), and a shift as large as s besides would leave the range of fp32.
+//
+// A lane owns four neighbouring channels, 4 (lane % 16)..., over one half of the chunk's tokens, 8 (lane / 16)...
+#pragma once
+#include "tiles.cuh"
+
+struct BoundedGate {
+    static constexpr int anchors = 1;
+    static constexpr float shift = 56.f;  // s; its powers are exact, so undoing it is too
+    static constexpr float rows_unshift = 0x1p-56f;  // of kd and qd, by the scales of their rows
+    static constexpr float across_unshift = 1.f;     // of products of the second half's rows with the first half's keys
+};
+struct UnboundedGate {
+    static constexpr int anchors = 2;
+    static constexpr float shift = 104.f;  // half of 8 * 26
+    static constexpr float rows_unshift = 0x1p-56f;
+    static constexpr float across_unshift = 0x1p-104f;
+    static constexpr u32 to_rows = 0x27802780u;      // bf16, twice: 2^-48, from s to the shift of the recurrence's rows
+    static constexpr u32 to_no_shift = 0x0b800b80u;  // 2^-104
+};
+
+// This lane's place in a tile of one row of 128 bytes a token: of its first row, and of row t of its eight.
+DEVICE u32 lane_word(int lane) { return (lane >> 4) * 1024 + (lane & 15) * 8; }
+DEVICE u32 row_word(u32 word, int t) { return t * 128 + (word ^ (t << 4)); }
+
+// Of this lane's channels.
+struct Anchors {
+    float offset[4];  // P_t less the decay since the first of this lane's tokens
+    float last[4];    // 2^(G_15 - anchor + s): from inverse-decayed keys to those of the update
+    float end[2];     // 2^(G_15) of channels 0, 1 (lane < 16) or 2, 3
+    u32 factors[2];   // bf16: 2^(A + s), or (lane >= 16) 2^(A - 48), less than 2^-133 being 0
+};
+
+// total: decays of this lane's tokens together.
+template <class Gate>
+DEVICE Anchors find_anchors(const float* total, int lane) {
+    constexpr float kInteger = 0x1.8p23f;  // what is added to it loses its fraction
+    const bool second_half = lane >= 16;
+    Anchors a;
+    float end[4];
+    u32 across[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const float other = __shfl_xor_sync(kAllLanes, total[c], 16);
+        end[c] = total[c] + other;
+        if constexpr (Gate::anchors == 1) {
+            a.offset[c] = second_half ? other + Gate::shift : Gate::shift;
+            a.last[c] = exp2_approx(end[c] + Gate::shift);
+        } else {
+            const float middle = (second_half ? other : total[c]) + Gate::shift, integer = middle + kInteger;
+            a.offset[c] = second_half ? middle - (integer - kInteger) + Gate::shift : Gate::shift;
+            a.last[c] = exp2_approx((second_half ? total[c] : end[c]) + a.offset[c]);
+            across[c] = (__float_as_uint(integer) - __float_as_uint(kInteger) + 127) << 23;  // 2^(A + s)
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        a.end[c] = exp2_approx(second_half ? end[2 + c] : end[c]);
+        if constexpr (Gate::anchors == 2) {
+            const u32 words = __byte_perm(across[2 * c], across[2 * c + 1], 0x7632);
+            a.factors[c] = second_half ? multiply_bf16(multiply_bf16(words, Gate::to_no_shift), Gate::to_rows) : words;
+        }
+    }
+    return a;
+}
+
+// This lane's part of the tiles. decay: since the first of its tokens, [token][4]. raw_queries, ..., kr: this warp's
+// half of the channels. With two anchors, `multiply_own` finishes kd and qd.
+DEVICE void write_decayed(const float* decay, const Anchors& a, u32 raw_queries, u32 raw_keys, u32 inverse, u32 kd,
+                          u32 kr, u32 word) {
+    Words2 queries[2], keys[2];
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+        queries[t] = load_shared_words2(raw_queries + row_word(word, t));
+        keys[t] = load_shared_words2(raw_keys + row_word(word, t));
+    }
+#pragma unroll
+    for (int t = 0; t < 8; t++) {
+        const u32 at = row_word(word, t);
+        const Words2 key = keys[t & 1], query = queries[t & 1];
+        if (t < 6) {
+            queries[t & 1] = load_shared_words2(raw_queries + row_word(word, t + 2));
+            keys[t & 1] = load_shared_words2(raw_keys + row_word(word, t + 2));
+        }
+        const float k[4] = {low_bf16(key.x), high_bf16(key.x), low_bf16(key.y), high_bf16(key.y)};
+        const float q[4] = {low_bf16(query.x), high_bf16(query.x), low_bf16(query.y), high_bf16(query.y)};
+        float e[4], i[4];
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const float power = decay[4 * t + c] + a.offset[c];
+            e[c] = exp2_approx(power);
+            i[c] = k[c] * exp2_approx(-power);
+        }
+        store_shared_words2(kd + at, pack_bf16(k[0] * e[0], k[1] * e[1]), pack_bf16(k[2] * e[2], k[3] * e[3]));
+        store_shared_words2(kd + 2048 + at, pack_bf16(q[0] * e[0], q[1] * e[1]), pack_bf16(q[2] * e[2], q[3] * e[3]));
+        store_shared_words2(inverse + at, pack_bf16(i[0], i[1]), pack_bf16(i[2], i[3]));
+        store_shared_words2(kr + at, pack_f16(i[0] * a.last[0], i[1] * a.last[1]),
+                            pack_f16(i[2] * a.last[2], i[3] * a.last[3]));
+    }
+}
