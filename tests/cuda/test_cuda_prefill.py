@@ -155,6 +155,23 @@ def test_gates_of_any_strength(form: str, g_dtype: torch.dtype, bias: float, swi
     assert err_state <= bar("slow", torch.bfloat16).state
 
 
+# Corrections become tiny beside the state, which is scaled up for them.
+@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])
+def test_one_token_repeated(form: str, lower_bound: float | None) -> None:
+    def adapt(raw: Raw, shape: Shape, generator: torch.Generator) -> None:
+        raw.k = raw.k[:1].expand_as(raw.k).clone()
+        raw.v = raw.v[:1].expand_as(raw.v).clone()
+        raw.g.fill_(-14.0)
+        raw.beta.fill_(2.0)
+
+    regime = Regime("repeated", "", lower_bound, adapt)
+    inputs = make_inputs(Shape("long", (512,), 2), regime, dtype=torch.bfloat16, device=DEVICE, seed=4)
+    err_out, err_state = errors(inputs, *run(inputs))
+    limit = bar("collinear", torch.bfloat16)
+    assert err_out <= limit.out
+    assert err_state <= limit.state
+
+
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])
 def test_constant_slow_gates_keep_what_they_are(lower_bound: float | None) -> None:
     """Nothing is written, so the last state is the first one times the decays: an error of each chunk would add up."""
