@@ -179,10 +179,14 @@ def _candidates(
     return [*found, reference] if "torch" in wanted and "operator" in kinds else found
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def _task_table(report: Report) -> Table:
     """Tasks, one row a candidate, and whether it is inside its budget."""
     title = "right answers; difference to float32 torch on the same questions, in points; [95 % interval]"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = _table(title)
     for column in ("backend", "comparison", "arithmetic %", "difference", "needles %", "difference", "budget"):
         table.add_column(column, no_wrap=True)
     right = report.reference
@@ -197,7 +201,7 @@ def _task_table(report: Report) -> Table:
 def _drift_table(report: Report) -> Table:
     """Log-probabilities, one row a candidate and kind of step."""
     title = "log-probabilities of held-out text against float32 torch, nats; [95 % interval]"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = _table(title)
     for column in ("backend", "comparison", "steps"):
         table.add_column(column, no_wrap=True)
     for column in ("tokens", "mean |difference|", "max", "KL a token", "argmax other %"):
@@ -209,7 +213,7 @@ def _drift_table(report: Report) -> Table:
                 drift.kind,
                 f"{drift.tokens:,}",
                 _short(drift.mean_abs),
-                f"{drift.max_abs:.1e}",
+                f"{drift.max_abs:.1e}".replace("e-0", "e-"),
                 _short(drift.kl),
                 _percent(drift.changed),
             )
@@ -225,7 +229,7 @@ def _budget(one: Judged) -> str:
 def _needle_table(report: Report) -> Table:
     """Recall by length of the text."""
     lengths = list(dict.fromkeys(question.length for question in report.questions["needles"]))
-    table = Table(title="needles recalled, %, by tokens of the text", title_justify="left", box=box.SIMPLE_HEAD)
+    table = _table("needles recalled, %, by tokens of the text")
     for column in ("backend", "comparison", *(f"{length:,}" for length in lengths)):
         table.add_column(column, no_wrap=True)
     rows = [("torch float32", "reference", report.reference_outcomes["needles"])]
@@ -243,7 +247,7 @@ def _generation_table(report: Report) -> Table:
     """Greedy continuations and speculation."""
     tokens = report.sizes.new_tokens
     title = f"greedy continuations of {tokens} tokens; speculation with the MTP head, K drafts a step"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = _table(title)
     for column in ("backend", "comparison"):
         table.add_column(column, no_wrap=True)
     for column in ("agree for", "throughout", "K", "accepted %", "tokens/step", "tokens/s", "as K = 0"):
