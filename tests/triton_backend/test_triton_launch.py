@@ -24,7 +24,13 @@ from rapidkda.device import Device
 
 BACKEND = TritonBackend()
 LAUNCHERS = [
-    x for module in (prefill, recurrent, conv, norm) for x in vars(module).values() if isinstance(x, launch.Launcher)
+    *(
+        x
+        for module in (prefill, recurrent, conv, norm)
+        for x in vars(module).values()
+        if isinstance(x, launch.Launcher)
+    ),
+    prefill.sm90_scan(),
 ]
 SIZES = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 

@@ -17,7 +17,7 @@ BLOCKS = (2, 2)  # value and key rows of 128 in blocks of 64
 
 
 def cut(lens: list[int], heads: int) -> plan.Cut:
-    return plan.cut(Segments.from_lengths(lens), sum(lens), heads, BLOCKS, H200)
+    return plan.cut(Segments.from_lengths(lens), sum(lens), heads, BLOCKS, H200, plan.SM90)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -65,38 +65,67 @@ def test_a_cut_is_taken_only_where_it_is_predicted_to_pay() -> None:
     for length, heads in itertools.product((512, 4096, 32768), (4, 16, 64)):
         chosen = cut([length], heads)
         tiles = np.array([-(-length // plan.CHUNK)])
-        whole = plan.predicted_whole(tiles, heads, BLOCKS, H200)
+        whole = plan.predicted_whole(tiles, heads, BLOCKS, H200, plan.SM90)
         if chosen.parts:
-            assert plan.predicted(tiles, np.array([chosen.parts]), heads, BLOCKS, H200) < whole
+            assert plan.predicted(tiles, np.array([chosen.parts]), heads, BLOCKS, H200, plan.SM90) < whole
+
+
+RAGGED = [1300, 547, 2048, 963, 271, 3063]
+MEASURED = (  # prefill without its preparation on an H200, microseconds: lengths, heads, parts a sequence, measured
+    ([16384], 16, 1, 696),
+    ([16384], 16, 4, 397),
+    ([16384], 16, 6, 394),
+    ([16384], 16, 8, 379),
+    ([16384], 16, 12, 370),
+    ([16384], 8, 8, 220),
+    ([16384], 8, 12, 232),
+    ([16384], 8, 16, 240),
+    ([16384], 8, 24, 258),
+    ([16384], 32, 1, 695),
+    ([16384], 32, 2, 630),
+    ([16384], 32, 3, 631),
+    ([16384], 32, 4, 576),
+    ([65536], 16, 4, 1524),
+    ([65536], 16, 8, 1397),
+    ([65536], 16, 10, 1486),
+    ([8192], 64, 1, 346),
+    ([8192], 64, 2, 535),
+    ([8192], 64, 3, 470),
+    ([8192] * 2, 16, 1, 350),
+    ([8192] * 2, 16, 2, 386),
+    ([8192] * 2, 16, 3, 384),
+    ([8192] * 2, 16, 4, 302),
+    ([8192] * 2, 16, 6, 327),
+    ([8192] * 4, 16, 1, 352),
+    ([8192] * 4, 16, 2, 566),
+    ([8192] * 4, 16, 3, 480),
+    ([8192] * 4, 64, 1, 1260),
+    ([2048], 16, 1, 91),
+    ([2048], 16, 2, 87),
+    ([2048], 16, 4, 65),
+    ([2048], 16, 6, 73),
+    ([2048], 16, 8, 75),
+    ([2048] * 8, 16, 1, 143),
+    ([1024] * 8, 64, 1, 274),
+    ([512], 64, 1, 27),
+    ([512], 64, 2, 47),
+    ([256] * 8, 16, 1, 26),
+    (RAGGED, 64, 1, 418),
+)
 
 
 def test_the_cost_model_predicts_what_was_measured() -> None:
-    """Prefill without its preparation on an H200, microseconds: lengths, heads, parts a sequence, measured."""
-    for lens, heads, parts, measured in (
-        ([16384], 16, 1, 826),
-        ([16384], 16, 2, 793),
-        ([16384], 16, 4, 497),
-        ([16384], 16, 8, 464),
-        ([16384], 8, 4, 418),
-        ([16384], 8, 8, 282),
-        ([16384], 8, 12, 331),
-        ([16384], 32, 1, 818),
-        ([16384], 32, 3, 769),
-        ([16384], 32, 8, 872),
-        ([8192], 64, 1, 422),
-        ([8192], 64, 3, 784),
-        ([8192] * 2, 16, 1, 419),
-        ([8192] * 2, 16, 2, 480),
-        ([8192] * 2, 16, 3, 402),
-        ([2048], 16, 1, 118),
-        ([2048], 16, 4, 90),
-        ([2048], 16, 12, 135),
-        ([2048] * 8, 16, 1, 171),
-        ([1024] * 8, 64, 1, 335),
-    ):
-        tiles = np.array(lens) // plan.CHUNK
+    for lens, heads, parts, measured in MEASURED:
+        tiles = -(-np.array(lens) // plan.CHUNK)
         if parts == 1:
-            got = plan.predicted_whole(tiles, heads, BLOCKS, H200)
+            got = plan.predicted_whole(tiles, heads, BLOCKS, H200, plan.SM90)
         else:
-            got = plan.predicted(tiles, np.full(len(lens), parts), heads, BLOCKS, H200)
+            got = plan.predicted(tiles, np.full(len(lens), parts), heads, BLOCKS, H200, plan.SM90)
         assert got == pytest.approx(measured, rel=0.2)
+
+
+def test_the_cut_that_was_fastest_is_taken() -> None:
+    for lens, heads in ([16384], 16), ([16384], 8), ([16384], 32), ([8192] * 2, 16), ([2048], 16):
+        times = {parts: us for measured, h, parts, us in MEASURED if measured == lens and h == heads}
+        chosen = cut(lens, heads).parts // len(lens)
+        assert times.get(chosen, 0) == min(times.values())

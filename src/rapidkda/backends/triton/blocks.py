@@ -58,6 +58,18 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def rounded(x):
+    """float32 to the nearest bfloat16, as float32. A pair at a time: alone, a number takes a slow conversion."""
+    if not INTERPRETED:
+        if target_info.is_cuda():
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000; }",
+                "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+            )  # fmt: skip
+    return narrow(x, tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def high_low(x):
     """x as a sum of two bfloat16 numbers, 16 bits of mantissa together; the first is cut off, not rounded."""
     bits = x.to(tl.int32, bitcast=True) & -65536
@@ -164,6 +176,15 @@ def write_strength(x, beta_scale, LOGITS: tl.constexpr):
     if LOGITS:
         x = sigmoid(x) * beta_scale
     return x
+
+
+@triton.jit
+def spread(index, stride):
+    """index * stride in 64 bits. Neither is negative: known to be so, the product takes one instruction, not three."""
+    stride = index * 0 + stride
+    if stride.dtype == tl.int64:
+        return index.to(tl.int64) * stride
+    return (index.to(tl.uint32).to(tl.uint64) * stride.to(tl.uint32).to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit

@@ -6,9 +6,10 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from ...device import Device
-from .plan import CHUNK, key_matrices
+from .plan import CHUNK
 
 # Shared memory of a program, bytes. What is not listed gets the least of them.
 _SHARED = {
@@ -22,6 +23,7 @@ _SHARED = {
 }
 _LEAST_NVIDIA = 99 << 10
 _LEAST_AMD = 64 << 10
+_GLUON = triton.__version__.startswith("3.6.")  # the version that it was written for; the language is experimental
 _SCRATCH = 24 << 10  # layout conversions, beside the pipelined tiles
 
 
@@ -34,6 +36,7 @@ class Config:
     prepare_warps: int
     prepare_registers: int | None  # most of a thread: fewer let more programs run side by side
     scan_warps: int
+    gluon: bool  # the scan in Gluon
     overlap: bool  # a kernel of the call starts while the one before it ends
     stages: int
     precision: str  # of float32 products
@@ -47,12 +50,13 @@ class Machine:
     shared: int  # bytes a program can have
     units: int  # multiprocessors or compute units
     precision: str
+    gluon: bool = False  # can it run the scan that is written in Gluon?
 
     @staticmethod
     def of(device: Device, units: int) -> Machine:
         if device.vendor == "nvidia":
             shared = _SHARED.get(device.capability or (0, 0), _LEAST_NVIDIA)
-            return Machine(device.vendor, shared, units, "tf32x3")
+            return Machine(device.vendor, shared, units, "tf32x3", device.capability == (9, 0) and _GLUON)
         return Machine(device.vendor, _SHARED.get(device.arch or "", _LEAST_AMD), units, "ieee")
 
 
@@ -67,10 +71,11 @@ def machine(device: torch.device) -> Machine:
 def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, bounded: bool) -> Config:
     """The configuration of a call: as deep a pipeline of tiles, up to three, as shared memory holds."""
     block = 32 if precise and key_dim > 128 else 64  # float32 states are operands in shared memory
-    tile = (4 if precise else 2) * CHUNK * (key_matrices(precise) * key_dim + block + 4 * CHUNK)
+    tile = (4 if precise else 2) * CHUNK * ((3 if precise else 4) * key_dim + block + 8 * CHUNK)
     stages = 3
     while stages > 1 and stages * tile + _SCRATCH > where.shared:
         stages -= 1
+    gluon = where.gluon and not precise and key_dim == 128
     large = precise or key_dim > 128
     registers = 128 if bounded else 168  # what redoes rows of unbounded gates takes more
     return Config(
@@ -79,7 +84,8 @@ def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, bounded:
         prepare_warps=4 if large else 1,
         prepare_registers=None if large or where.vendor != "nvidia" else registers,
         scan_warps=4,
+        gluon=gluon,
         overlap=False,
-        stages=stages,
+        stages=4 if gluon else stages,
         precision=where.precision,
     )

@@ -3,16 +3,18 @@
 A segment is cut into tiles of C = 16 tokens. A tile and a value head have one record, written by the preparation and
 read by the scan:
 
-    kd [C, K] | qd [C, K] | kr [C, K] | kr's low part [C, K] | T [C, C] | T's low part [C, C] | aq [C, C] |
+    qd [C, K] | kd [C, K] | kr - kd [C, K] | T [C, C] | T's low part [C, C] | aq [C, C] | aq's low part [C, C] |
     decay [K] | n [C] | q_scale [C]
 
-(the matrices in half precision, the vectors in float32; for float32 inputs all in float32, without low parts). Where
+(the matrices in bfloat16, the vectors in float32; for float32 inputs all in float32, without low parts, and with kr in
+place of kr - kd). Where
 few sequences run, each is also cut into parts of several tiles whose states are linked exactly (`compose`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +34,9 @@ def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def key_matrices(precise: bool) -> int:
-    """Matrices of keys or queries in a record."""
-    return 3 if precise else 4
-
-
 def record_bytes(key_dim: int, precise: bool) -> int:
     """Size of one record, a multiple of ALIGNMENT."""
-    matrices = CHUNK * (key_matrices(precise) * key_dim + (2 if precise else 3) * CHUNK)
+    matrices = CHUNK * (3 * key_dim + (2 if precise else 4) * CHUNK)
     return _align(matrices * (4 if precise else 2) + 4 * (key_dim + 2 * CHUNK))
 
 
@@ -99,20 +96,21 @@ NO_CUT = Cut(0, 1 << 30)
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost model of the scan, microseconds, for one tile of one program. Fitted on an H200, where two programs share a
-    multiprocessor: more of them take turns."""
+    """Cost model of the scan, microseconds. Fitted on an H200."""
 
-    single: float  # latency of a tile when a program has a multiprocessor to itself
-    pair: float  # and when it shares one
-    transition: float  # the pass over transitions, which has no outputs, against the other passes
+    together: tuple[float, ...]  # a tile of each where 1, 2, ... programs share a multiprocessor; more take turns
+    transitions: tuple[float, ...]  # the same in the pass over transitions, which has no outputs
     launch: float
     compose: float  # latency of one link of the chain of parts
 
 
-COSTS = Costs(single=0.81, pair=1.27, transition=0.83, launch=6.0, compose=4.2)
+PORTABLE = Costs(together=(0.81, 1.27), transitions=(0.67, 1.05), launch=6.0, compose=4.2)
+SM90 = Costs(together=(0.67, 1.23, 1.85), transitions=(0.67, 0.75, 0.89), launch=5.0, compose=3.3)
 
 
-def cut(segments: Segments, tokens: int, value_heads: int, blocks: tuple[int, int], units: int) -> Cut:
+def cut(
+    segments: Segments, tokens: int, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs = PORTABLE
+) -> Cut:
     """Whether a call's segments run as parts side by side, and how long a part is.
 
     From the host's lengths where it has them, else from the maxima that the call is launched for. `blocks` are the
@@ -126,43 +124,47 @@ def cut(segments: Segments, tokens: int, value_heads: int, blocks: tuple[int, in
     most = max_parts(max_tiles(tokens, segments.count), value_heads)
     if longest < 2 * MIN_PART_TILES or most < 2:
         return NO_CUT
-    return cut_of(tuple(tiles.tolist()), value_heads, blocks, units, most)
+    return cut_of(tuple(tiles.tolist()), value_heads, blocks, units, most, costs)
 
 
 @functools.lru_cache(maxsize=512)
-def cut_of(tiles: tuple[int, ...], value_heads: int, blocks: tuple[int, int], units: int, most: int) -> Cut:
+def cut_of(
+    tiles: tuple[int, ...], value_heads: int, blocks: tuple[int, int], units: int, most: int, costs: Costs
+) -> Cut:
     """The cheapest cut of segments of `tiles` tiles each into at most `most` parts together, by the cost model."""
     counts = np.asarray(tiles)
     longest = int(counts.max())
-    best, best_cost = NO_CUT, predicted_whole(counts, value_heads, blocks, units)
+    best, best_cost = NO_CUT, predicted_whole(counts, value_heads, blocks, units, costs)
     for wanted in CUTS:
         part_tiles = -(-longest // wanted)
         parts = np.maximum(-(-counts // part_tiles), 1)
         if part_tiles < MIN_PART_TILES or parts.sum() > most or parts.max() < 2:
             continue
-        cost = predicted(counts, parts, value_heads, blocks, units)
-        if cost < best_cost:
+        cost = predicted(counts, parts, value_heads, blocks, units, costs)
+        if cost < 0.97 * best_cost:  # more parts take more scratch: not for less than the model can tell
             best, best_cost = Cut(int(parts.sum()), part_tiles), cost
     return best
 
 
-def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int) -> float:
+def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs) -> float:
     """Microseconds of the scan over segments that are not cut."""
-    return _pass(int(tiles.max()), int(tiles.sum()) * value_heads * blocks[0], units)
+    return _pass(int(tiles.max()), int(tiles.sum()) * value_heads * blocks[0], units, costs.launch, costs.together)
 
 
-def predicted(tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int) -> float:
+def predicted(
+    tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs
+) -> float:
     """Microseconds of the three passes over segments that are cut into `parts`."""
     length = int((-(-tiles // parts)).max())
     own = (tiles * (parts - 1) / parts).sum() * blocks[0]
     transition = (tiles * np.maximum(parts - 2, 0) / parts).sum() * blocks[1]
-    first = _pass(length, (own + transition) * value_heads, units, COSTS.transition)
-    second = _pass(length, tiles.sum() * value_heads * blocks[0], units)
-    return first + second + COSTS.launch + COSTS.compose * float(parts.max() - 2)
+    first = _pass(length, (own + transition) * value_heads, units, costs.launch, costs.transitions)
+    second = _pass(length, tiles.sum() * value_heads * blocks[0], units, costs.launch, costs.together)
+    return first + second + costs.launch + costs.compose * float(parts.max() - 2)
 
 
-def _pass(longest: int, steps: float, units: int, share: float = 1.0) -> float:
-    """`steps` tiles in all, in programs of at most `longest` tiles, which run in turns of two a multiprocessor."""
-    turns, rest = divmod(steps / longest, 2 * units)
-    last = 0.0 if rest == 0 else COSTS.single if rest <= units else COSTS.pair
-    return COSTS.launch + share * longest * (turns * COSTS.pair + last)
+def _pass(longest: int, steps: float, units: int, launch: float, together: tuple[float, ...]) -> float:
+    """`steps` tiles in all, in programs of at most `longest` tiles, which run in turns."""
+    turns, rest = divmod(steps / longest, len(together) * units)
+    last = 0.0 if rest == 0 else together[math.ceil(rest / units) - 1]
+    return launch + longest * (turns * together[-1] + last)

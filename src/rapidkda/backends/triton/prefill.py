@@ -5,6 +5,8 @@ Nothing here reads a device tensor, and no size is a compile-time constant: a ca
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,20 @@ from .tiles import tiles_kernel
 WHOLE, TRANSITIONS, RESUME = 0, 1, 2  # as in scan.py
 COMPOSE_ROWS = 16
 TABLE_BLOCK = 128
-VIEWS = (torch.int32, torch.bfloat16, torch.float16, torch.float32)  # the workspace: table, and records in three dtypes
+VIEWS = (torch.int32, torch.bfloat16, torch.float32)  # the workspace: table, and records in two dtypes
 
 
 _tiles = launch.Launcher(tiles_kernel)
 _prepare = launch.Launcher(prepare_kernel)
 _scan = launch.Launcher(scan_kernel)
 _compose = launch.Launcher(compose_kernel)
+
+
+@functools.cache
+def sm90_scan() -> launch.Launcher:
+    from .scan_sm90 import scan_kernel
+
+    return launch.Launcher(scan_kernel)
 
 
 def prefill(call: PrefillCall) -> None:
@@ -47,7 +56,8 @@ class Prepared:
         where = config.machine(device)
         self.choice = choice = config.choose(where, key_dim, value_dim, precise, tokens.gate.kind == "bounded")
         self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
-        self.cut = plan.cut(segments, tokens.count, heads, self.blocks, where.units)
+        costs = plan.SM90 if choice.gluon else plan.PORTABLE
+        self.cut = plan.cut(segments, tokens.count, heads, self.blocks, where.units, costs)
         tiles = plan.max_tiles(tokens.count, segments.count)
         record = plan.record_bytes(key_dim, precise)
         layout = plan.Layout.of(tiles, self.cut.parts, segments.count, heads, key_dim, value_dim, record)
@@ -104,9 +114,11 @@ class Prepared:
             ),
             num_warps=4,
             overlap=choice.overlap,
-            views=(VIEWS[0], VIEWS[3]),
+            views=(VIEWS[0], VIEWS[2]),
         )
-        self._scans: dict[int, launch.Launch] = {}  # by pass, as they are needed
+        # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and address
+        self._wide_values = all(stride % 16 == 0 for stride in tokens.v.stride()[:2])
+        self._scans: dict[tuple[int, bool], launch.Launch] = {}  # by pass and language, as they are needed
 
     def run(self, call: PrefillCall) -> None:
         """Launch a call of this kind."""
@@ -114,7 +126,7 @@ class Prepared:
         workspace = _workspace(call, self.scratch_bytes)
         self._tiles((workspace,), (segments.first_token, segments.length))
         if tokens.count > 0:
-            self._prepare((*launch.inputs(tokens, values=False), *[workspace] * 4), ())
+            self._prepare((*launch.inputs(tokens, values=False), *[workspace] * 3), ())
         run, other = self._run_whole, self._run_parts
         if self.cut.parts:
             run, other = other, run
@@ -124,7 +136,7 @@ class Prepared:
     def _run_whole(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
         exported = _exported(call)
         return self._scan(call, WHOLE)(
-            (*[workspace] * 4, call.tokens.v, call.out, call.initial, call.final, exported),
+            (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
             _tables(call, exported),
             compile_only,
         )
@@ -132,27 +144,29 @@ class Prepared:
     def _run_parts(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
         exported = _exported(call)
         self._scan(call, TRANSITIONS)(
-            (*[workspace] * 4, call.tokens.v, call.out, call.initial, None, None), _tables(call, None), compile_only
+            (*[workspace] * 3, call.tokens.v, call.out, call.initial, None, None), _tables(call, None), compile_only
         )
         self._compose((workspace, workspace), (), compile_only)
         return self._scan(call, RESUME)(
-            (*[workspace] * 4, call.tokens.v, call.out, call.initial, call.final, exported),
+            (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
             _tables(call, exported),
             compile_only,
         )
 
     def _scan(self, call: PrefillCall, passes: int) -> launch.Launch:
-        bound = self._scans.get(passes)
+        gluon = self.choice.gluon and self._wide_values and call.tokens.v.data_ptr() % 16 == 0
+        bound = self._scans.get((passes, gluon))
         if bound is None:
-            bound = self._scans[passes] = self._bind_scan(call, passes)
+            bound = self._scans[passes, gluon] = self._bind_scan(call, passes, gluon)
         return bound
 
-    def _bind_scan(self, call: PrefillCall, passes: int) -> launch.Launch:
+    def _bind_scan(self, call: PrefillCall, passes: int, gluon: bool) -> launch.Launch:
         tokens, segments, choice = call.tokens, call.segments, self.choice
         exported = None if passes == TRANSITIONS else _exported(call)
         row_blocks = sum(self.blocks) if passes == TRANSITIONS else self.blocks[0]
         count = segments.count if passes == WHOLE else max(self.cut.parts, 1)
-        return _scan.bind(
+        kernel = sm90_scan() if gluon else _scan
+        return kernel.bind(
             tokens.q.device,
             (row_blocks, tokens.value_heads, count),
             (
@@ -196,14 +210,6 @@ class Prepared:
 def _exported(call: PrefillCall) -> Tensor | None:
     """The pool of the checkpoints, if there are any."""
     return call.checkpoint_pool if call.checkpoints is not None else None
-
-
-def _operands(
-    call: PrefillCall, workspace: Tensor, transitions: bool = False
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """Tensors of a scan, and its tables; the pass over transitions leaves no states."""
-    final, exported = (None, None) if transitions else (call.final, _exported(call))
-    return (*[workspace] * 4, call.tokens.v, call.out, call.initial, final, exported), _tables(call, exported)
 
 
 def _tables(call: PrefillCall, exported: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -37,6 +37,8 @@ from .blocks import (
     high_low,
     log_decay,
     narrow,
+    rounded,
+    spread,
     write_strength,
 )
 
@@ -45,10 +47,18 @@ LIMIT = tl.constexpr(116.0)  # 16 tokens of the strongest bounded gate; 2^116 an
 
 
 @triton.jit
-def _sizes(p_x, offsets, rows, L2NORM: tl.constexpr):
+def _sizes(p_x, offsets, L2NORM: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, PRECISE: tl.constexpr):
     """Of rows x [C, K]: a power of two near the inverse norm, and what is left to apply once x is scaled by it."""
-    x = tl.load(p_x + offsets, mask=rows, other=0.0).to(tl.float32)
-    squares = tl.sum(x * x, 1)
+    if PRECISE:
+        x = tl.load(p_x + offsets + tl.arange(0, K)[None, :])
+        squares = tl.sum(x * x, 1)
+    else:  # on the matrix units, for a fifth of the instructions
+        products = tl.zeros([C, C], tl.float32)
+        for part in tl.static_range(K // SLICE):
+            x = _relabelled(tl.load(p_x + offsets + (tl.arange(0, SLICE) + part * SLICE)[None, :]), SLICE)
+            products = add_dot(products, x, tl.trans(x))
+        lane = tl.arange(0, C)
+        squares = tl.sum(tl.where(lane[:, None] == lane[None, :], products, 0.0), 0)
     bits = ((squares.to(tl.int32, bitcast=True) >> 23) + 127) >> 1 << 23  # half the exponent: of the norm
     size = bits.to(tl.float32, bitcast=True)
     if L2NORM:
@@ -63,10 +73,19 @@ def _row(x, rows, row):
 
 
 @triton.jit
-def _product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+def _relabelled(x, S: tl.constexpr):
+    """Columns of x [C, S] in another order, the same for both operands of a product that sums over them. Of 32 columns,
+    those that a thread loads become those that it holds as an operand, so that nothing moves between threads."""
+    return tl.reshape(tl.permute(tl.reshape(x, [C, S // 32, 4, 4, 2]), [0, 1, 3, 2, 4]), [C, S])
+
+
+@triton.jit
+def _product(a, b, S: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ b^T of [C, S] operands."""
     if PRECISE:
-        return dot_fp32(a, b, PRECISION)
-    return dot(narrow(a, tl.bfloat16), narrow(b, tl.bfloat16))
+        return dot_fp32(a, tl.trans(b), PRECISION)
+    a = _relabelled(narrow(a, tl.bfloat16), S)
+    return dot(a, tl.trans(_relabelled(narrow(b, tl.bfloat16), S)))
 
 
 @triton.jit
@@ -126,7 +145,7 @@ def _as(x, pointer):
 
 @triton.jit(do_not_specialize=["tile_table", "tiles", "record_start", "heads", "group"])
 def prepare_kernel(
-    p_q, p_k, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp16, p_fp32,
+    p_q, p_k, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp32,
     tile_table, tiles, record_start, heads, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr,
@@ -137,8 +156,8 @@ def prepare_kernel(
     Channels are taken SLICE at a time, so that little is live at once. Rows past a segment's end act as b = 0, g = 0.
     """
     APART: tl.constexpr = PRECISE and GATE != BOUNDED
-    PAIRS: tl.constexpr = (3 if PRECISE else 4) * C * K
-    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 3) * C * C
+    PAIRS: tl.constexpr = 3 * C * K
+    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 4) * C * C
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -150,25 +169,27 @@ def prepare_kernel(
         return
     record = record_start + (tile.to(tl.int64) * heads + head) * RECORD
     if PRECISE:
-        p_near = p_fp32 + record * 64
-        p_fine = p_near
-        p_vectors = p_near + VECTORS
+        p_record = p_fp32 + record * 64
+        p_vectors = p_record + VECTORS
     else:
-        p_near = p_bf16 + record * 128
-        p_fine = p_fp16 + record * 128
+        p_record = p_bf16 + record * 128
         p_vectors = p_fp32 + record * 64 + VECTORS // 2
     lane = tl.arange(0, C)
     valid = lane < count
     rows = valid[:, None]
-    token = first + lane
     key_head = head // group
-    k_rows = token[:, None] * k_t + key_head * k_h
-    q_rows = token[:, None] * q_t + key_head * q_h
-    inverse_key, key_size = _sizes(p_k, k_rows + tl.arange(0, K)[None, :], rows, L2NORM)
-    inverse_query, query_size = _sizes(p_q, q_rows + tl.arange(0, K)[None, :], rows, L2NORM)
+    p_q += first * q_t + key_head * q_h
+    p_k += first * k_t + key_head * k_h
+    p_g += first * g_t + head * g_h
+    real = tl.minimum(lane, count - 1)
+    q_rows = spread(real, q_t)[:, None]
+    k_rows = spread(real, k_t)[:, None]
+    g_rows = spread(real, g_t)[:, None]
+    inverse_key, key_size = _sizes(p_k, k_rows, L2NORM, K, SLICE, PRECISE)
+    inverse_query, query_size = _sizes(p_q, q_rows, L2NORM, K, SLICE, PRECISE)
     tl.store(p_vectors + K + lane, key_size)
     tl.store(p_vectors + K + C + lane, query_size * scale)
-    b = tl.load(p_beta + token * b_t + head * b_h, mask=valid, other=0.0).to(tl.float32)
+    b = tl.load(p_beta + (first * b_t + head * b_h) + spread(real, b_t)).to(tl.float32)
     b_value = tl.where(valid, write_strength(b, beta_scale, LOGITS), 0.0) * key_size
     b_key = b_value * key_size
     kk = tl.zeros([C, C], tl.float32)
@@ -176,9 +197,9 @@ def prepare_kernel(
     bound = tl.where(rows, lower_bound, 0.0)
     for part in tl.range(0, K // SLICE, num_stages=1):  # a loop: unrolled, it takes more registers
         channels = tl.arange(0, SLICE) + part * SLICE
-        g = tl.load(p_g + token[:, None] * g_t + head * g_h + channels[None, :], mask=rows, other=0.0)
-        k = tl.load(p_k + k_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
-        q = tl.load(p_q + q_rows + channels[None, :], mask=rows, other=0.0).to(tl.float32)
+        g = tl.load(p_g + g_rows + channels[None, :])
+        k = tl.load(p_k + k_rows + channels[None, :]).to(tl.float32)
+        q = tl.load(p_q + q_rows + channels[None, :]).to(tl.float32)
         bias = gate_bias(p_dt_bias, head, channels, K, SLICE)[None, :]
         g = log_decay(g.to(tl.float32), bias, p_a_log, bound, head, GATE, LOG2_E)
         if GATE != BOUNDED:
@@ -199,6 +220,8 @@ def prepare_kernel(
         keys = k * inverse_key[:, None]
         queries = q * inverse_query[:, None]
         near_keys = keys * near
+        if not PRECISE:
+            near_keys = rounded(near_keys)
         near_queries = queries * near
         if GATE == BOUNDED:
             past = keys * exp2(-total)
@@ -210,20 +233,18 @@ def prepare_kernel(
             end_keys = past * decay[None, :]
         else:
             end_keys = keys * exp2(whole[None, :] - total)
-        past = tl.trans(past)
-        part_kk = _product(near_keys, past, PRECISE, PRECISION)
-        part_qk = _product(near_queries, past, PRECISE, PRECISION)
+        part_kk = _product(near_keys, past, SLICE, PRECISE, PRECISION)
+        part_qk = _product(near_queries, past, SLICE, PRECISE, PRECISION)
         if GATE != BOUNDED:
             part_kk, part_qk = _redo_rows(keys, queries, part_kk, part_qk, total, slow, steep, lane, APART)
         kk += part_kk
         qk += part_qk
         offsets = lane[:, None] * K + channels[None, :]
-        tl.store(p_near + offsets, _as(near_keys, p_near))
-        tl.store(p_near + C * K + offsets, _as(near_queries, p_near))
-        high = _as(end_keys, p_fine)
-        tl.store(p_fine + 2 * C * K + offsets, high)
+        tl.store(p_record + offsets, _as(near_queries, p_record))
+        tl.store(p_record + C * K + offsets, _as(near_keys, p_record))
         if not PRECISE:
-            tl.store(p_fine + 3 * C * K + offsets, _as(end_keys - high.to(tl.float32), p_fine))
+            end_keys -= near_keys
+        tl.store(p_record + 2 * C * K + offsets, _as(end_keys, p_record))
         tl.store(p_vectors + channels, decay)
 
     pair = lane[:, None] * C + lane[None, :]
@@ -231,10 +252,12 @@ def prepare_kernel(
     lower = tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0)
     t = _invert(lower, PRECISE, PRECISION) * b_value[None, :]
     if PRECISE:
-        tl.store(p_near + PAIRS + pair, t)
-        tl.store(p_near + PAIRS + C * C + pair, aq)
+        tl.store(p_record + PAIRS + pair, t)
+        tl.store(p_record + PAIRS + C * C + pair, aq)
     else:
         high, low = high_low(t)
-        tl.store(p_near + PAIRS + pair, high)
-        tl.store(p_near + PAIRS + C * C + pair, low)
-        tl.store(p_fine + PAIRS + 2 * C * C + pair, _as(aq, p_fine))
+        tl.store(p_record + PAIRS + pair, high)
+        tl.store(p_record + PAIRS + C * C + pair, low)
+        high, low = high_low(aq)
+        tl.store(p_record + PAIRS + 2 * C * C + pair, high)
+        tl.store(p_record + PAIRS + 3 * C * C + pair, low)

@@ -5,10 +5,9 @@ float32 registers, V as the rows of every product:
 
     U = (v - n (S kd)) T        O = q_scale (S qd + U aq)        S <- decay S + U kr
 
-In half precision, what T multiplies and T itself enter as two bfloat16 parts each, since entries cancel where keys are
-nearly equal. The rounding of U adds up in the state, so it enters the products in float16: 11 bits, but few exponents.
-A power of two per row is therefore taken out of U and S together, and changed when U outgrows its range. kr comes in
-two float16 parts: where nothing decays, the rounding of one alone would add up over thousands of tiles. Operands that
+In half precision, what T multiplies, T itself, U and aq enter as two bfloat16 parts each: entries cancel where keys are
+nearly equal, and the rounding of U adds up in the state. kr is read as kd plus the rest: what is left to round is as
+small as the decay within a tile, so that where nothing decays nothing adds up over thousands of tiles. Operands that
 share a factor lie side by side in one product (kd and qd; both parts), so that the chain has few products to wait for.
 
 Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
@@ -24,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from . import launch
-from .blocks import add_dot, dot, dot_fp32, high_low, narrow, power_of_two, trips, usable
+from .blocks import add_dot, dot, dot_fp32, high_low, narrow, trips, usable
 from .tiles import tile_count
 
 WHOLE = tl.constexpr(0)
@@ -45,83 +44,82 @@ def _halves(x, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _advance(
-    state, p_bf16, p_fp16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, rows,
+def advance(
+    state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
     K: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
     PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Run tiles begin .. end - 1 of a segment; `records` is its first record, p_v and p_out its first token's rows."""
-    PAIRS: tl.constexpr = (3 if PRECISE else 4) * C * K
-    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 3) * C * C
+    PAIRS: tl.constexpr = 3 * C * K
+    VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 4) * C * C
     FROM_STATE: tl.constexpr = C if PASS == TRANSITIONS else 2 * C
+    rows = block * VB + tl.arange(0, VB)
     lanes = tl.arange(0, C)
     twice = tl.arange(0, 2 * C)
-    four = tl.arange(0, 4 * C)
+    parts = tl.arange(0, 4 * C)
     channels = tl.arange(0, K)
-    from_state_offset = tl.arange(0, FROM_STATE)[None, :] * K + channels[:, None]  # [K, FROM_STATE]
+    from_state_offset = (2 * C - FROM_STATE + tl.arange(0, FROM_STATE))[None, :] * K + channels[:, None]
+    into_state_offset = (2 * C + lanes if PRECISE else C + twice)[:, None] * K + channels[None, :]
     pair_offset = PAIRS + lanes[None, :] * C + lanes[:, None]  # transposed
+    # Both parts of a pair matrix, each twice: [high, high, low, low], for an operand [high, low, high, low]
+    parts_offset = PAIRS + lanes[None, :] * C + (parts % C + parts // (2 * C) * (C * C))[:, None]
     step = (records * 0 + heads) * RECORD  # 64-bit
-    scale = tl.full([VB], 1.0, tl.float32)  # the state is kept times this power of two of each row, and
-    unit = tl.full([VB], 1.0, tl.float32)  # this is its inverse
     square = tl.arange(0, VB)
     identity = tl.where(square[:, None] == square[None, :], 1.0, 0.0)
     for i in tl.range(trips(begin), trips(end), num_stages=STAGES):
         record = records + i * step
         if PRECISE:
-            p_near = p_fp32 + record * 64
-            p_fine = p_near
-            p_vectors = p_near + VECTORS
+            p_record = p_fp32 + record * 64
+            p_vectors = p_record + VECTORS
         else:
-            p_near = p_bf16 + record * 128
-            p_fine = p_fp16 + record * 128
+            p_record = p_bf16 + record * 128
             p_vectors = p_fp32 + record * 64 + VECTORS // 2
         token = i * C + lanes
         valid = (token < length)[None, :]
         v = tl.load(p_v + token.to(tl.int64)[None, :] * v_t + rows[:, None], mask=valid & has_values, other=0.0)
-        from_state = tl.load(p_near + from_state_offset)
-        decay = tl.load(p_vectors + channels)
+        from_state = tl.load(p_record + from_state_offset)
         if PRECISE:
             known = dot_fp32(state, from_state, PRECISION)
         else:
             v = dot(identity.to(v.dtype), v)  # only operands of products are fetched well ahead
             known = dot(narrow(state, tl.bfloat16), from_state)
+        state = state * tl.load(p_vectors + channels)[None, :]
         if PASS != TRANSITIONS:
-            known, out = _halves(known, VB, C)
-        known = known * tl.load(p_vectors + K + lanes)[None, :]
+            out, known = _halves(known, VB, C)
+        u = v - known * tl.load(p_vectors + K + lanes)[None, :]
         if PRECISE:
-            u = dot_fp32(v - known, tl.load(p_near + pair_offset), PRECISION)
+            u = dot_fp32(u, tl.load(p_record + pair_offset), PRECISION)
         else:
-            high, low = high_low(v * scale[:, None] - known)
-            parts = _side_by_side(high, low, VB, C)
-            t = tl.load(p_near + PAIRS + lanes[None, :] * C + (four % C + four // (2 * C) * (C * C))[:, None])
-            u = dot(_side_by_side(parts, parts, VB, 2 * C), t)  # each part by each part, in one product
-            size, inverse = power_of_two(tl.max(tl.abs(u), 1), -60, 60)
-            fits = (size >= 0.00390625) & (size <= 16384.0)  # wide, so that ordinary values never cross it
-            new_scale, new_unit = power_of_two(tl.where(fits, scale, scale * inverse * 1024.0), -100, 60)
-            change = new_scale * unit
-            fine = narrow(u * change[:, None], tl.float16)
-            both = _side_by_side(fine, fine, VB, C)
+            high, low = high_low(u)
+            u = _side_by_side(high, low, VB, C)
+            u = dot(_side_by_side(u, u, VB, 2 * C), tl.load(p_record + parts_offset))
+            high, low = high_low(u)
         if PASS != TRANSITIONS:
             if PRECISE:
-                out += dot_fp32(u, tl.load(p_near + C * C + pair_offset), PRECISION)
+                out += dot_fp32(u, tl.load(p_record + C * C + pair_offset), PRECISION)
             else:
-                aq = tl.load(p_fine + PAIRS + 2 * C * C + lanes[None, :] * C + (twice % C)[:, None])
-                out = out * unit[:, None] + dot(both, aq) * (0.5 * new_unit)[:, None]
+                u = _side_by_side(high, low, VB, C)
+                u = _side_by_side(u, u, VB, 2 * C)
+                out += dot(u, tl.load(p_record + 2 * C * C + parts_offset))
             out = tl.where(real, out * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
             tl.store(
                 p_out + token.to(tl.int64)[None, :] * o_t + rows[:, None],
                 narrow(out, p_out.dtype.element_ty),
                 mask=valid,
             )
+        into_state = tl.load(p_record + into_state_offset)
         if PRECISE:
-            kr = tl.load(p_near + 2 * C * K + lanes[:, None] * K + channels[None, :])
-            state = state * decay[None, :] + dot_fp32(u, kr, PRECISION)
+            state += dot_fp32(u, into_state, PRECISION)
         else:
-            kr = tl.load(p_fine + 2 * C * K + twice[:, None] * K + channels[None, :])  # both parts
-            state = add_dot(state * decay[None, :] * change[:, None], both, kr)
-            scale = new_scale
-            unit = new_unit
-    return state * unit[:, None]
+            state = add_dot(state, _side_by_side(low, low, VB, C), into_state)
+            state = add_dot(state, _side_by_side(high, high, VB, C), into_state)
+    return state
+
+
+@triton.jit
+def placed(state, K: tl.constexpr):
+    """The state as `advance` takes it; a layout, where the language has them."""
+    return state
 
 
 @triton.jit
@@ -140,7 +138,7 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
     do_not_specialize_on_alignment=launch.TABLES,
 )  # fmt: skip
 def scan_kernel(
-    p_table, p_bf16, p_fp16, p_fp32, p_v, p_out, p_initial, p_final, p_checkpoint,
+    p_table, p_bf16, p_fp32, p_v, p_out, p_initial, p_final, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_begin, p_offset, p_slot,
     segments, record_start, carry_start, transition_start, heads,
     initial_rows, final_rows, checkpoint_rows, pad_slot,
@@ -214,6 +212,7 @@ def scan_kernel(
         ).to(tl.float32)
     if PASS == TRANSITIONS:
         state += tl.where((rows - V)[:, None] == channels[None, :], 1.0, 0.0)
+    state = placed(state, K)
 
     if OVERLAP and PASS == WHOLE:
         gdc_wait()  # the initial state is not of this call's making
@@ -231,9 +230,9 @@ def scan_kernel(
                 offset = tl.load(p_offset + at * offset_s, mask=at < at_end, other=0)
             if at < at_end:
                 stop = tl.minimum(end, (offset + C - 1) // C)
-            state = _advance(
-                state, p_bf16, p_fp16, p_fp32, p_rows_v, p_rows_out, records, begin, stop, length, has_values, real,
-                heads, v_t, o_t, rows, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+            state = advance(
+                state, p_bf16, p_fp32, p_rows_v, p_rows_out, records, begin, stop, length, has_values, real,
+                heads, v_t, o_t, block, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
             )  # fmt: skip
             while (at < at_end) & (offset <= stop * C):
                 slot = tl.load(p_slot + at * slot_s).to(tl.int64)
@@ -247,9 +246,9 @@ def scan_kernel(
                 offset = tl.load(p_offset + at * offset_s, mask=at < at_end, other=0)
             begin = stop
     else:
-        state = _advance(
-            state, p_bf16, p_fp16, p_fp32, p_rows_v, p_rows_out, records, begin, end, length, has_values, real, heads,
-            v_t, o_t, rows, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+        state = advance(
+            state, p_bf16, p_fp32, p_rows_v, p_rows_out, records, begin, end, length, has_values, real, heads,
+            v_t, o_t, block, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
         )  # fmt: skip
 
     if PASS == TRANSITIONS:

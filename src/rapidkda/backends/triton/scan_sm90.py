@@ -1,0 +1,192 @@
+"""The scan on compute capability 9.0: the same kernel, with its tiles advanced in Gluon.
+
+What Triton decides is said here: the next tiles' records and values are copied to shared memory several tiles ahead, a
+record is read once (kd is the operand of two products), nothing waits but the chain
+
+    U = (v - n (S kd)) T        S <- decay S + U kd + U (kr - kd)
+
+while outputs are taken beside it, and a tile has two barriers. `scan` remains the judge: it runs under the interpreter.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import scan as portable
+from .blocks import rounded
+from .scan import TRANSITIONS
+
+
+@gluon.jit
+def _parts(x, LAYOUT: gl.constexpr):
+    """x as two bfloat16 operands from registers."""
+    high = rounded(x)
+    return gl.convert_layout(high.to(gl.bfloat16), LAYOUT), gl.convert_layout((x - high).to(gl.bfloat16), LAYOUT)
+
+
+@gluon.jit
+def placed(state, K: gl.constexpr):
+    """As `scan.placed`: an accumulator of the update."""
+    return gl.set_auto_layout(state, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16]))
+
+
+@gluon.jit
+def _fetch(
+    near, fine, pairs, decays, scales, values, p_bf16, p_fp32, record, p_v, i, end, length, has_values, v_t,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start copying the record and the values of tile i into a stage."""
+    BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
+    BY_PAIR: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // C, C // 8], [WARPS, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    rows = gl.arange(0, 2 * C, gl.SliceLayout(1, BY_ROW))[:, None]
+    columns = gl.arange(0, K, gl.SliceLayout(0, BY_ROW))[None, :]
+    half = gl.arange(0, C, gl.SliceLayout(1, BY_ROW))[:, None]
+    if i < end:
+        p_record = p_bf16 + record * 128
+        p_vectors = p_fp32 + record * 64 + (3 * C * K + 4 * C * C) // 2
+        async_copy.async_copy_global_to_shared(near, p_record + (rows * K + columns))
+        async_copy.async_copy_global_to_shared(fine, p_record + (2 * C * K + half * K + columns))
+        pair_rows = gl.arange(0, 4 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
+        pair_columns = gl.arange(0, C, gl.SliceLayout(0, BY_PAIR))[None, :]
+        async_copy.async_copy_global_to_shared(pairs, p_record + (3 * C * K + pair_rows * C + pair_columns))
+        async_copy.async_copy_global_to_shared(decays, p_vectors + gl.arange(0, K, FLAT))
+        async_copy.async_copy_global_to_shared(scales, p_vectors + (K + gl.arange(0, 2 * C, FLAT)))
+        token = i * C + gl.arange(0, C, gl.SliceLayout(1, BY_TOKEN))
+        value_rows = gl.arange(0, VB, gl.SliceLayout(0, BY_TOKEN))[None, :]
+        async_copy.async_copy_global_to_shared(
+            values, p_v + token.to(gl.int64)[:, None] * v_t + value_rows, (token < length)[:, None] & has_values
+        )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def advance(
+    state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, RECORD: gl.constexpr,
+    PASS: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As `scan.advance`, for half-precision inputs."""
+    WARPS: gl.constexpr = gl.num_warps()
+    OUTPUTS: gl.constexpr = PASS != TRANSITIONS
+    FROM: gl.constexpr = 2 * C if OUTPUTS else C
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
+    KNOWN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FROM, 16])
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    STATE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, KNOWN, 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
+    UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    VALUE: gl.constexpr = p_v.dtype.element_ty
+    RESULT: gl.constexpr = p_out.dtype.element_ty
+    NEAR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, K], gl.bfloat16)
+    PAIR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([4 * C, C], gl.bfloat16)
+    TOKEN_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, VB], gl.bfloat16)
+
+    near = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], NEAR_SHARED)
+    fine = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], NEAR_SHARED)
+    pairs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * C, C], PAIR_SHARED)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, K], PLAIN)
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], PLAIN)
+    values = gl.allocate_shared_memory(VALUE, [STAGES, C, VB], TOKEN_SHARED)
+    results = gl.allocate_shared_memory(RESULT, [C, VB], TOKEN_SHARED)
+
+    step = (records * 0 + heads) * RECORD  # 64-bit
+    p_v += block * VB
+    rows = block * VB + gl.arange(0, VB, gl.SliceLayout(0, BY_TOKEN))
+    lane = gl.arange(0, C, gl.SliceLayout(1, BY_TOKEN))
+    for s in gl.static_range(STAGES):
+        _fetch(
+            near.index(s), fine.index(s), pairs.index(s), decays.index(s), scales.index(s), values.index(s),
+            p_bf16, p_fp32, records + (begin + s) * step, p_v, begin + s, end, length, has_values, v_t,
+            K, C, VB, WARPS,
+        )  # fmt: skip
+    stage = begin * 0
+    for i in range(begin, end):
+        async_copy.wait_group(STAGES - 1)
+        now_near = near.index(stage)
+        now_pairs = pairs.index(stage)
+        operand = gl.convert_layout(state.to(gl.bfloat16), STATE_OPERAND)
+        start = now_near if OUTPUTS else now_near.slice(C, C, 0)
+        known = warpgroup_mma(
+            operand, start.permute((1, 0)), gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True
+        )
+        v = values.index(stage).permute((1, 0)).load(TILE).to(gl.float32)
+        n = scales.index(stage).slice(0, C).load(gl.SliceLayout(0, TILE))
+        known = warpgroup_mma_wait(0, [known])
+        if OUTPUTS:
+            out, known = gl.split(gl.permute(gl.reshape(known, [VB, 2, C]), [0, 2, 1]))
+            out = gl.convert_layout(out, TILE)
+        known = gl.convert_layout(known, TILE)
+        high, low = _parts(v - known * n[None, :], OPERAND)
+        t_high = now_pairs.slice(0, C, 0).permute((1, 0))
+        t_low = now_pairs.slice(C, C, 0).permute((1, 0))
+        u = warpgroup_mma(high, t_high, gl.zeros([VB, C], gl.float32, TILE), use_acc=False, is_async=True)
+        u = warpgroup_mma(low, t_high, u, is_async=True)
+        u = warpgroup_mma(high, t_low, u, is_async=True)
+        state = state * decays.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
+        u = warpgroup_mma_wait(0, [u])
+        high, low = _parts(u, OPERAND)
+        if OUTPUTS:
+            aq_high = now_pairs.slice(2 * C, C, 0).permute((1, 0))
+            aq_low = now_pairs.slice(3 * C, C, 0).permute((1, 0))
+            inner = warpgroup_mma(high, aq_high, gl.zeros([VB, C], gl.float32, TILE), use_acc=False, is_async=True)
+            inner = warpgroup_mma(low, aq_high, inner, is_async=True)
+            inner = warpgroup_mma(high, aq_low, inner, is_async=True)
+        high = gl.convert_layout(high, UPDATE)
+        low = gl.convert_layout(low, UPDATE)
+        keys = now_near.slice(C, C, 0)
+        rest = fine.index(stage)
+        state = warpgroup_mma(high, keys, state, is_async=True)
+        state = warpgroup_mma(low, keys, state, is_async=True)
+        state = warpgroup_mma(high, rest, state, is_async=True)
+        state = warpgroup_mma(low, rest, state, is_async=True)
+        if OUTPUTS:
+            inner = warpgroup_mma_wait(4, [inner])  # the last four update the state
+            scale = scales.index(stage).slice(C, C).load(gl.SliceLayout(0, TILE))
+            out = gl.where(real, (out + inner) * scale[None, :], 0.0)
+            results.permute((1, 0)).store(out.to(RESULT))
+        state = warpgroup_mma_wait(0, [state])
+        gl.thread_barrier()
+        if OUTPUTS:
+            token = i * C + lane
+            gl.store(
+                p_out + token.to(gl.int64)[:, None] * o_t + rows[None, :],
+                results.load(BY_TOKEN),
+                mask=(token < length)[:, None],
+            )
+        _fetch(
+            near.index(stage), fine.index(stage), pairs.index(stage), decays.index(stage), scales.index(stage),
+            values.index(stage), p_bf16, p_fp32, records + (i + STAGES) * step, p_v, i + STAGES, end, length,
+            has_values, v_t, K, C, VB, WARPS,
+        )  # fmt: skip
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    async_copy.wait_group(0)
+    return state
+
+
+def _in_gluon(fn: FunctionType) -> FunctionType:
+    """The same function with Gluon's language for Triton's, and what is defined here for what it calls."""
+    here = {"tl": gl, "advance": advance, "placed": placed}
+    copy = FunctionType(fn.__code__, {**fn.__globals__, **here})
+    functools.update_wrapper(copy, fn)
+    return copy
+
+
+scan_kernel = gluon.jit(
+    _in_gluon(portable.scan_kernel.fn),
+    do_not_specialize=portable.scan_kernel.do_not_specialize,
+    do_not_specialize_on_alignment=portable.scan_kernel.do_not_specialize_on_alignment,
+)
