@@ -81,6 +81,30 @@ class Tokens:
 
 
 @dataclass(slots=True, eq=False)
+class FusedConv:
+    """The causal convolution and SiLU in front of a prefill, done by it: q, k and v of its tokens are column slices of
+    x, before the convolution. Histories as in `ConvCall`, at the prefill's write slots and checkpoints."""
+
+    x: Tensor  # [T, C], q | k | v
+    weight: Tensor  # [C, W]
+    pool: Tensor | None  # as ConvCall.pool
+    channels_last: bool
+    read_slots: Tensor | None  # int32/int64 [N]; padding in it makes the segment padding
+    accepted: Tensor | None  # as ConvCall.accepted
+    checkpoint_pool: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class FusedNorm:
+    """The gated norm behind a prefill, done by it, for the rows of its segments; see `NormCall`."""
+
+    z: Tensor  # [T, HV, V]
+    weight: Tensor  # [V]
+    eps: float
+    activation: Literal["sigmoid", "silu"]
+
+
+@dataclass(slots=True, eq=False)
 class PrefillCall:
     """Chunked prefill of any number of segments.
 
@@ -104,6 +128,8 @@ class PrefillCall:
     checkpoints: Checkpoints | None  # offsets are multiples of CHECKPOINT_ALIGNMENT
     checkpoint_pool: Tensor | None  # like `final`, any state dtype
     workspace: Tensor | None  # uint8, at least workspace_bytes(); None: the backend allocates
+    conv: FusedConv | None = None  # only for backends that said that they fuse it
+    norm: FusedNorm | None = None
     memo: Memo = field(init=False, default_factory=dict)
 
 
@@ -193,7 +219,7 @@ class ConvCall:
 
 @dataclass(slots=True, eq=False)
 class NormCall:
-    """out = rms_norm(x) * weight * activation(z), per head."""
+    """out = rms_norm(x) * weight * activation(z), per head, of every token, or of those of the segments."""
 
     x: Tensor  # [T, H, D], last dimension dense
     z: Tensor  # [T, H, D], last dimension dense
@@ -201,6 +227,7 @@ class NormCall:
     eps: float
     activation: Literal["sigmoid", "silu"]
     out: Tensor  # [T, H, D]
+    segments: Segments | None = None
     memo: Memo = field(init=False, default_factory=dict)
 
 

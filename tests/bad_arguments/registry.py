@@ -107,6 +107,22 @@ def conv() -> Arguments:
     }
 
 
+def layer() -> Arguments:
+    operands = prefill()
+    parts = [operands.pop(name).flatten(1) for name in "qkv"]
+    x = torch.cat(parts, 1)
+    return operands | {
+        "x": x,
+        "heads": H,
+        "conv_weight": normal(x.shape[1], W),
+        "conv_state": normal(9, x.shape[1], W - 1),
+        "conv_checkpoint_pool": torch.full((4, x.shape[1], W - 1), 7.0),
+        "conv_out": torch.full(x.shape, 7.0),
+        "z": normal(T, HV, V),
+        "norm_weight": normal(V),
+    }
+
+
 def norm() -> Arguments:
     return {"x": normal(T, H, K), "z": normal(T, H, K), "weight": normal(K), "out": torch.full((T, H, K), 7.0)}
 
@@ -121,6 +137,7 @@ def workspace() -> Arguments:
 
 GOOD: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "prefill": (rapidkda.prefill, prefill),
+    "prefill_layer": (rapidkda.prefill_layer, layer),
     "decode": (rapidkda.decode, decode),
     "verify": (rapidkda.verify, verify),
     "replay": (rapidkda.verify, replay),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rapidkda import reference
+from rapidkda import Segments, reference
 from rapidkda.testing import relative_error
 
 from .cases import case
@@ -37,6 +37,19 @@ def epsilon_and_weight_dtype(target: Target, eps: float) -> None:
     weight = target.normal(128, seed=2, dtype=torch.bfloat16)
     want = reference.gated_rms_norm(x.cpu(), z.cpu(), weight.cpu(), eps)
     within("out", relative_error(target.norm(x, z, weight, eps=eps), want), target.case_bar().out)
+
+
+@case("B85")
+def norm_of_some_rows(target: Target) -> None:
+    """With segments, their rows alone; empty segments and neighbours of other requests."""
+    x, z, weight = target.normal(40, 2, 128), target.normal(40, 2, 128, seed=1), target.normal(128, seed=2)
+    segments = Segments.from_lengths([3, 0, 1, 20], target.device, [2, 5, 6, 9])
+    out = torch.full_like(x, float("nan"))
+    target.norm(x, z, weight, segments=segments, out=out)
+    rows = [*range(2, 5), 6, *range(9, 29)]
+    same_bits("rows of segments", out[rows], target.norm(x, z, weight)[rows])
+    if not bool(torch.isnan(out[[row for row in range(40) if row not in rows]]).all()):
+        raise AssertionError("rows of no segment were written")
 
 
 @case("B85")

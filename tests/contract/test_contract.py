@@ -18,6 +18,7 @@ from . import (  # noqa: F401  importing a module registers its checks
     gated_norm,
     gradients,
     graphs,
+    layer,
     layout,
     long,
     numerics,

@@ -142,7 +142,10 @@ def out_is(name: str) -> Change:
     """`out` in the place of an input of the same size."""
     return lambda a: (
         a | {"out": a[name].view_as(a["out"])}
-        if isinstance(a.get("out"), Tensor) and isinstance(a.get(name), Tensor) and a[name].is_contiguous()
+        if isinstance(a.get("out"), Tensor)
+        and isinstance(a.get(name), Tensor)
+        and a[name].is_contiguous()
+        and a[name].numel() == a["out"].numel()
         else a
     )
 
@@ -253,7 +256,7 @@ def test_a_known_kind_hides_no_error(call: BadCall) -> None:
 def test_a_call_is_known_the_second_time(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = GOOD[op][1]()
     first = outcome(op, arguments)
-    assert len(kinds._known) == 1
+    assert len(kinds._known) == (3 if op == "prefill_layer" else 1)  # its neighbours are calls of their own
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("checked again")

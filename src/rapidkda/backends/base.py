@@ -78,6 +78,16 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class FusingBackend(Protocol):
+    """A backend whose prefill can do its neighbours in a layer: the convolution before it, the gated norm after it."""
+
+    def unfused(self, call: PrefillCall) -> dict[str, list[str]]:
+        """Why calls of this kind (nothing else of it may count) leave `conv` or `norm` to operators of their own; a
+        neighbour that is not named is done by `prefill`, given `call.conv` and `call.norm`."""
+        ...
+
+
+@runtime_checkable
 class DifferentiableBackend(Protocol):
     """A backend that autograd can differentiate: whole sequences, out of place."""
 

@@ -1,4 +1,5 @@
 """`layer` rows: convolution, KDA and gated norm of one step, against the reference system's sequence of operations.
+A backend that fuses them has a row without that beside it.
 
 Both run the same kernels on the same inputs, and both are checked against float64 before they are timed. Ours read the
 step's segment tables on the token axis; the other is `layer_sequence`.
@@ -10,12 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .. import ops
-from ..backends.base import Request
+from ..backends.base import FusingBackend, Request
 from ..device import Device
 from ..dispatch import Choice
 from ..problem import Op
-from ..serving import BackendWish, CoreInputs, Rollback, StepBatch, StepLimits, StepRequest, Workspace, run_core
+from ..serving import (
+    BackendWish,
+    CoreInputs,
+    GatedNorm,
+    Rollback,
+    StepBatch,
+    StepLimits,
+    StepRequest,
+    Workspace,
+    run_core,
+)
 from ..serving.backends import choose
 from ..testing.tolerances import relative_error
 from .layer_inputs import (
@@ -111,6 +121,8 @@ def _implementations(inputs: StepInputs, backend: str, reference: str, dtype: to
     bounds = {name: _ours(inputs, ours, "replay")}
     if inputs.step.drafts:
         bounds[f"{name}-slots"] = _ours(inputs, ours, "slots")
+    if isinstance(ours["prefill"].backend, FusingBackend):
+        bounds[f"{name}-unfused"] = _ours(inputs, ours, "replay", fuse=False)
     bounds[f"{theirs['prefill'].name}-reference-sequence"] = reference_sequence(inputs, theirs)
     return bounds
 
@@ -138,7 +150,7 @@ def _times(bounds: Mapping[str, Bound], device: torch.device, settings: Settings
     return {impl: Times.of(taken) for impl, taken in samples.items()}
 
 
-def _ours(inputs: StepInputs, choices: Mapping[Op, Choice], rollback: Rollback) -> Bound:
+def _ours(inputs: StepInputs, choices: Mapping[Op, Choice], rollback: Rollback, fuse: bool = True) -> Bound:
     step, device = inputs.step, inputs.x.device
     pool, slots = make_pool(inputs, rollback)
     limits = StepLimits(step.tokens, len(step.requests))
@@ -158,11 +170,12 @@ def _ours(inputs: StepInputs, choices: Mapping[Op, Choice], rollback: Rollback) 
         conv_out=workspace.conv_output(step.tokens),
         out=out,
         scratch=workspace.scratch(),
+        norm=GatedNorm(inputs.z, inputs.norm_weight, EPS),
+        fuse=fuse,
     )
 
     def call() -> None:
         run_core(core, batch, pool, pool.layers[0], choices)
-        ops.gated_rms_norm(out, inputs.z, inputs.norm_weight, EPS, out=out, backend=choices["norm"])
 
     def reset() -> None:
         workspace.fill(255)

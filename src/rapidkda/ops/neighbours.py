@@ -15,6 +15,87 @@ from . import bind, kinds
 from .choose import BackendLike, resolved
 
 
+def check_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: Segments,
+    state: Tensor | None,
+    slots: Tensor | None,
+    read_slots: Tensor | None,
+    has_initial_state: Tensor | None,
+    accepted: Tensor | None,
+    keep_all: bool,
+    activation: str | None,
+    channels_last: bool,
+    pad_slot: int,
+    checkpoints: Checkpoints | None,
+    checkpoint_pool: Tensor | None,
+    prefix: str = "",
+) -> tuple[Segments, int, Tensor | None, Checkpoints | None]:
+    """Check the arguments of a convolution but `out`; returns those that have a second form, in the one of calls.
+
+    `prefix` of the names of weight, state, read_slots and checkpoint_pool.
+    """
+    checks.tensor("x", x)
+    if x.ndim != 2:
+        raise ValueError(f"x must have shape [T, C], got {list(x.shape)}")
+    checks.dtype("x", x, checks.FLOATS)
+    checks.dense_last("x", x)
+    checks.tensor(f"{prefix}weight", weight)
+    checks.shape(f"{prefix}weight", weight, (x.shape[1], None), "[C, W]")
+    checks.dtype(f"{prefix}weight", weight, checks.FLOATS)
+    checks.same_device(f"{prefix}weight", weight, x.device)
+    width = weight.shape[1]
+    if not 2 <= width <= 8:
+        raise ValueError(f"{prefix}weight must have a width W of 2 to 8, got {width}")
+    if bias is not None:
+        checks.tensor("bias", bias)
+        checks.shape("bias", bias, (x.shape[1],), "[C]")
+        checks.dtype("bias", bias, checks.FLOATS)
+        checks.same_device("bias", bias, x.device)
+    checks.choice("activation", activation, ("silu", None))
+    checks.boolean("channels_last", channels_last)
+    checks.boolean("keep_all", keep_all)
+    segments = bind.segment_table(segments, x.shape[0], x.device)
+    pad_slot = bind.pad_marker(pad_slot)
+    if state is None:
+        given = {
+            "slots": slots,
+            f"{prefix}read_slots": read_slots,
+            "has_initial_state": has_initial_state,
+            "accepted": accepted,
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} must be None without a state pool, got a tensor")
+        if keep_all:
+            raise ValueError("keep_all must be False without a state pool, got True")
+    else:
+        bind.conv_pool(f"{prefix}state", state, x, width, channels_last)
+        if slots is None:
+            raise ValueError("slots must be given with a state pool, got None")
+        bind.slots("slots", slots, (segments.count,), "[N]", x.device)
+        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        if read_slots is not None:
+            bind.slots(f"{prefix}read_slots", read_slots, (segments.count,), "[N]", x.device)
+            bind.slot_values(f"{prefix}read_slots", read_slots, state.shape[0], pad_slot, written=False)
+            bind.read_before_write(read_slots, slots, pad_slot)
+        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
+        most = state.shape[1 if channels_last else 2] - width + 2
+        if accepted is not None:
+            bind.accepted(accepted, segments.count, most, x.device)
+        if keep_all and segments.max_length > most:
+            raise ValueError(
+                f"segments must have at most {most} tokens each with keep_all (state length - W + 2), "
+                f"got {segments.max_length}"
+            )
+    if checkpoint_pool is not None:
+        bind.conv_pool(f"{prefix}checkpoint_pool", checkpoint_pool, x, width, channels_last)
+    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
+    return segments, pad_slot, has_initial_state, checkpoints
+
+
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -64,62 +145,23 @@ def causal_conv(
         (keep_all, activation, channels_last, pad_slot),
     )
     if kind is None:
-        checks.tensor("x", x)
-        if x.ndim != 2:
-            raise ValueError(f"x must have shape [T, C], got {list(x.shape)}")
-        checks.dtype("x", x, checks.FLOATS)
-        checks.dense_last("x", x)
-        checks.tensor("weight", weight)
-        checks.shape("weight", weight, (x.shape[1], None), "[C, W]")
-        checks.dtype("weight", weight, checks.FLOATS)
-        checks.same_device("weight", weight, x.device)
-        width = weight.shape[1]
-        if not 2 <= width <= 8:
-            raise ValueError(f"weight must have a width W of 2 to 8, got {width}")
-        if bias is not None:
-            checks.tensor("bias", bias)
-            checks.shape("bias", bias, (x.shape[1],), "[C]")
-            checks.dtype("bias", bias, checks.FLOATS)
-            checks.same_device("bias", bias, x.device)
-        checks.choice("activation", activation, ("silu", None))
-        checks.boolean("channels_last", channels_last)
-        checks.boolean("keep_all", keep_all)
-        segments = bind.segment_table(segments, x.shape[0], x.device)
-        pad_slot = bind.pad_marker(pad_slot)
-        if state is None:
-            given = {
-                "slots": slots,
-                "read_slots": read_slots,
-                "has_initial_state": has_initial_state,
-                "accepted": accepted,
-            }
-            for name, value in given.items():
-                if value is not None:
-                    raise ValueError(f"{name} must be None without a state pool, got a tensor")
-            if keep_all:
-                raise ValueError("keep_all must be False without a state pool, got True")
-        else:
-            bind.conv_pool("state", state, x, width, channels_last)
-            if slots is None:
-                raise ValueError("slots must be given with a state pool, got None")
-            bind.slots("slots", slots, (segments.count,), "[N]", x.device)
-            bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-            if read_slots is not None:
-                bind.slots("read_slots", read_slots, (segments.count,), "[N]", x.device)
-                bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
-                bind.read_before_write(read_slots, slots, pad_slot)
-            has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
-            most = state.shape[1 if channels_last else 2] - width + 2
-            if accepted is not None:
-                bind.accepted(accepted, segments.count, most, x.device)
-            if keep_all and segments.max_length > most:
-                raise ValueError(
-                    f"segments must have at most {most} tokens each with keep_all (state length - W + 2), "
-                    f"got {segments.max_length}"
-                )
-        if checkpoint_pool is not None:
-            bind.conv_pool("checkpoint_pool", checkpoint_pool, x, width, channels_last)
-        checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
+        segments, pad_slot, has_initial_state, checkpoints = check_conv(
+            x,
+            weight,
+            bias,
+            segments,
+            state,
+            slots,
+            read_slots,
+            has_initial_state,
+            accepted,
+            keep_all,
+            activation,
+            channels_last,
+            pad_slot,
+            checkpoints,
+            checkpoint_pool,
+        )
         if out is not None:
             bind.output(out, tuple(x.shape), "[T, C]", x, (x, state))
         request = Request("conv", Device.of(x.device), x.dtype, state_dtype=x.dtype if state is None else state.dtype)
@@ -152,6 +194,34 @@ def causal_conv(
     return out
 
 
+def check_norm(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation: str,
+    names: tuple[str, str, str] = ("weight", "eps", "activation"),
+) -> None:
+    """Check the arguments of a gated norm but `segments` and `out`; `names` of the last three."""
+    of_weight, of_eps, of_activation = names
+    checks.tensor("x", x)
+    checks.tensor("z", z)
+    checks.tensor(of_weight, weight)
+    if x.ndim != 3:
+        raise ValueError(f"x must have shape [T, H, D], got {list(x.shape)}")
+    checks.dtype("x", x, checks.FLOATS)
+    checks.shape("z", z, tuple(x.shape), "[T, H, D]")
+    checks.dtype("z", z, checks.FLOATS)
+    checks.shape(of_weight, weight, (x.shape[2],), "[D]")
+    checks.dtype(of_weight, weight, checks.FLOATS)
+    for name, value in (("x", x), ("z", z), (of_weight, weight)):
+        checks.dense_last(name, value)
+        checks.same_device(name, value, x.device)
+    if checks.finite(of_eps, eps) <= 0:
+        raise ValueError(f"{of_eps} must be positive, got {eps}")
+    checks.choice(of_activation, activation, ("sigmoid", "silu"))
+
+
 def gated_rms_norm(
     x: Tensor,
     z: Tensor,
@@ -159,6 +229,7 @@ def gated_rms_norm(
     eps: float = 1e-5,
     *,
     activation: Literal["sigmoid", "silu"] = "sigmoid",
+    segments: Segments | None = None,
     out: Tensor | None = None,
     backend: BackendLike = None,
 ) -> Tensor:
@@ -169,38 +240,27 @@ def gated_rms_norm(
         weight: [D], any of those dtypes.
         eps: added under the root, positive.
         activation: "sigmoid" (KDA) or "silu".
+        segments: whose tokens are normed; None: all tokens.
         out: [T, H, D], dtype of x; may be x itself.
 
     Returns:
         `out`.
     """
-    key, kind = kinds.find("norm", backend, env.DECODE_BACKEND, None, None, (x, z, weight, out), (eps, activation))
+    key, kind = kinds.find("norm", backend, env.DECODE_BACKEND, segments, None, (x, z, weight, out), (eps, activation))
     if kind is None:
-        checks.tensor("x", x)
-        checks.tensor("z", z)
-        checks.tensor("weight", weight)
-        if x.ndim != 3:
-            raise ValueError(f"x must have shape [T, H, D], got {list(x.shape)}")
-        checks.dtype("x", x, checks.FLOATS)
-        checks.shape("z", z, tuple(x.shape), "[T, H, D]")
-        checks.dtype("z", z, checks.FLOATS)
-        checks.shape("weight", weight, (x.shape[2],), "[D]")
-        checks.dtype("weight", weight, checks.FLOATS)
-        for name, value in (("x", x), ("z", z), ("weight", weight)):
-            checks.dense_last(name, value)
-            checks.same_device(name, value, x.device)
-        if checks.finite("eps", eps) <= 0:
-            raise ValueError(f"eps must be positive, got {eps}")
-        checks.choice("activation", activation, ("sigmoid", "silu"))
+        check_norm(x, z, weight, eps, activation)
+        if segments is not None:
+            segments = bind.segment_table(segments, x.shape[0], x.device)
         if out is not None:
             bind.output(out, tuple(x.shape), "[T, H, D]", x, (z,))
         request = Request("norm", Device.of(x.device), x.dtype, key_dim=x.shape[2], value_dim=x.shape[2])
-        kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
+        covered = segments is None or bind.covers(segments, x.shape[0])
+        kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND), covered=covered))
     elif out is not None:
         bind.apart(out, (z,))
     if out is None:
-        out = bind.new_output(x, covered=True)
-    call = NormCall(x, z, weight, float(eps), activation, out)
+        out = bind.new_output(x, kind.covered)
+    call = NormCall(x, z, weight, float(eps), activation, out, segments)
     call.memo = kind.memo
     kind.backend.norm(call)
     return out

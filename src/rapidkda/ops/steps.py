@@ -5,16 +5,60 @@ Inputs are strided views of the engine's buffers on the step's token axis; nothi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import checks, env
 from ..backends.base import Request
 from ..device import Device
-from ..problem import CommitCall, DecodeCall, PrefillCall, VerifyCall
+from ..problem import CommitCall, DecodeCall, PrefillCall, Tokens, VerifyCall
 from ..segments import Checkpoints, Segments
 from . import bind, kinds, tables
 from .choose import BackendLike, choose, resolved, workspace_needed
+
+
+def check_prefill(
+    inputs: tuple[Any, ...],
+    segments: Segments,
+    state: Tensor | None,
+    slots: Tensor | None,
+    read_slots: Tensor | None,
+    has_initial_state: Tensor | None,
+    state_v_first: bool,
+    pad_slot: int,
+    checkpoints: Checkpoints | None,
+    checkpoint_pool: Tensor | None,
+) -> tuple[bind.Terms, Tokens, Segments, int, Tensor | None, Checkpoints | None]:
+    """Check the arguments of a prefill but `out` and `workspace`; returns those that have a second form, in the one of
+    calls. `inputs`: what `bind.terms` takes."""
+    terms = bind.terms(*inputs)
+    tokens = terms.tokens(*inputs[:7])
+    device = tokens.q.device
+    checks.boolean("state_v_first", state_v_first)
+    segments = bind.segment_table(segments, tokens.count, device)
+    pad_slot = bind.pad_marker(pad_slot)
+    if state is None:
+        for name, value in (("slots", slots), ("read_slots", read_slots), ("has_initial_state", has_initial_state)):
+            if value is not None:
+                raise ValueError(f"{name} must be None without a state pool, got a tensor")
+    else:
+        bind.pool("state", state, tokens, state_v_first)
+        if slots is None:
+            raise ValueError("slots must be given with a state pool, got None")
+        bind.slots("slots", slots, (segments.count,), "[N]", device)
+        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        if read_slots is not None:
+            bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
+            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
+            bind.read_before_write(read_slots, slots, pad_slot)
+        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
+    if checkpoint_pool is not None:
+        bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
+    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
+    bind.gate_values(tokens, segments)
+    return terms, tokens, segments, pad_slot, has_initial_state, checkpoints
 
 
 def prefill(
@@ -88,31 +132,19 @@ def prefill(
         (*options, state_v_first, pad_slot),
     )
     if kind is None:
-        terms = bind.terms(q, k, v, g, beta, A_log, dt_bias, *options)
-        tokens = terms.tokens(q, k, v, g, beta, A_log, dt_bias)
+        terms, tokens, segments, pad_slot, has_initial_state, checkpoints = check_prefill(
+            (q, k, v, g, beta, A_log, dt_bias, *options),
+            segments,
+            state,
+            slots,
+            read_slots,
+            has_initial_state,
+            state_v_first,
+            pad_slot,
+            checkpoints,
+            checkpoint_pool,
+        )
         device = q.device
-        checks.boolean("state_v_first", state_v_first)
-        segments = bind.segment_table(segments, tokens.count, device)
-        pad_slot = bind.pad_marker(pad_slot)
-        if state is None:
-            for name, value in (("slots", slots), ("read_slots", read_slots), ("has_initial_state", has_initial_state)):
-                if value is not None:
-                    raise ValueError(f"{name} must be None without a state pool, got a tensor")
-        else:
-            bind.pool("state", state, tokens, state_v_first)
-            if slots is None:
-                raise ValueError("slots must be given with a state pool, got None")
-            bind.slots("slots", slots, (segments.count,), "[N]", device)
-            bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-            if read_slots is not None:
-                bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
-                bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
-                bind.read_before_write(read_slots, slots, pad_slot)
-            has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
-        if checkpoint_pool is not None:
-            bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
-        checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
-        bind.gate_values(tokens, segments)
         covered = bind.covers(segments, tokens.count)
         if out is not None:
             bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)

@@ -14,7 +14,7 @@ with the requests of the next step.
 from .backends import BackendWish
 from .batch import StepBatch
 from .config import Rollback, StateShape, StepLimits
-from .core import CoreInputs, run_core
+from .core import CoreInputs, GatedNorm, run_core
 from .layer import Glm5NextLinearAttention, KDALayer
 from .plan import StepRequest
 from .pool import LayerState, StatePool, plan_bytes
@@ -28,6 +28,7 @@ __all__ = [
     "BackendWish",
     "CoreInputs",
     "ExportedState",
+    "GatedNorm",
     "Glm5NextLinearAttention",
     "KDALayer",
     "LayerState",

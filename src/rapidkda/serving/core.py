@@ -1,4 +1,4 @@
-"""The stateful part of a layer: causal convolution and KDA of a mixed step, pools updated in place.
+"""The stateful part of a layer: causal convolution, KDA and gated norm of a mixed step, pools updated in place.
 
 It takes projections and leaves KDA outputs, so that a model with projections of its own can run it too.
 """
@@ -12,11 +12,22 @@ from typing import Any
 from torch import Tensor
 
 from .. import ops
+from ..backends.base import FusingBackend
 from ..dispatch import Choice
 from ..problem import Op
+from ..segments import Segments
 from .batch import StepBatch
 from .pool import LayerState, StatePool
 from .tables import RowTable, VerifyTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedNorm:
+    """The gated norm of a layer's outputs: z [T, HV, V], weight [V]."""
+
+    z: Tensor
+    weight: Tensor
+    eps: float
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +41,10 @@ class CoreInputs:
         conv_weight: [C, W].
         gate: `A_log`, `dt_bias`, `lower_bound` and `allow_neg_eigval` as `rapidkda.ops.prefill` takes them.
         conv_out: [T, C], overwritten.
-        out: [T, HV, V], overwritten; rows of no request are left alone.
+        out: [T, HV, V], overwritten; rows of no request hold anything.
         scratch: uint8, for the prefill backend.
+        norm: None: outputs as KDA leaves them, rows of no request left alone.
+        fuse: let the prefill backend take the convolution and the norm on where it can.
     """
 
     x: Tensor
@@ -42,32 +55,25 @@ class CoreInputs:
     conv_out: Tensor
     out: Tensor
     scratch: Tensor
+    norm: GatedNorm | None = None
+    fuse: bool = True
 
 
 def run_core(
     inputs: CoreInputs, batch: StepBatch, pool: StatePool, state: LayerState, choices: Mapping[Op, Choice]
 ) -> None:
-    """Run the convolution and KDA of every table of the step. Raises as `rapidkda.ops` does."""
+    """Run the convolution, KDA and the norm of every table of the step. Raises as `rapidkda.ops` does."""
     tokens = _tokens(inputs, pool)
     common: dict[str, Any] = {"state": state.recurrent, "pad_slot": pool.pad_slot}
+    # A backend that norms what it prefills leaves the rows of the other tables; else all rows are normed at once.
+    fuses = inputs.fuse and isinstance(choices["prefill"].backend, FusingBackend)
+    norms_apart = batch.prefill is not None and fuses
     if batch.prefill is not None:
-        table = batch.prefill
-        _enter(inputs, table, pool, state, choices)
-        ops.prefill(
-            **tokens,
-            **common,
-            segments=table.segments,
-            slots=table.slots,
-            read_slots=table.read_slots,
-            has_initial_state=table.has_initial_state,
-            checkpoints=table.checkpoints,
-            checkpoint_pool=None if table.checkpoints is None else state.recurrent,
-            workspace=inputs.scratch,
-            backend=choices["prefill"],
-        )
+        _prefill(inputs, batch.prefill, pool, state, choices, norms_apart)
     if batch.decode is not None:
         table = batch.decode
-        _enter(inputs, table, pool, state, choices)
+        _convolve(inputs, table, pool, state, choices)
+        _settle(table, pool, state, choices)
         ops.decode(
             **tokens,
             **common,
@@ -87,6 +93,64 @@ def run_core(
             records=state.records,
             backend=choices["verify"],
         )
+    if not norms_apart:
+        _norm(inputs, None, choices)
+        return
+    for rest in (batch.decode, batch.verify):
+        if rest is not None:
+            _norm(inputs, rest.segments, choices)
+
+
+def _norm(inputs: CoreInputs, segments: Segments | None, choices: Mapping[Op, Choice]) -> None:
+    """The gated norm of the rows of a table, or of all rows."""
+    norm, out = inputs.norm, inputs.out
+    if norm is not None:
+        backend = choices["norm"]
+        ops.gated_rms_norm(out, norm.z, norm.weight, norm.eps, segments=segments, out=out, backend=backend)
+
+
+def _prefill(
+    inputs: CoreInputs,
+    table: RowTable,
+    pool: StatePool,
+    state: LayerState,
+    choices: Mapping[Op, Choice],
+    norms: bool,
+) -> None:
+    """Convolve prefills and run them; `norms`: and norm them."""
+    _settle(table, pool, state, choices)
+    exports, shape = table.checkpoints is not None, pool.shape
+    norm = inputs.norm if norms else None
+    ops.prefill_layer(
+        inputs.x,
+        inputs.g,
+        inputs.beta,
+        segments=table.segments,
+        heads=shape.heads,
+        conv_weight=inputs.conv_weight,
+        z=None if norm is None else norm.z,
+        norm_weight=None if norm is None else norm.weight,
+        norm_eps=1e-5 if norm is None else norm.eps,
+        state=state.recurrent,
+        conv_state=state.conv,
+        slots=table.slots,
+        read_slots=table.read_slots,
+        conv_read_slots=table.conv_read_slots,
+        has_initial_state=table.has_initial_state,
+        accepted=table.accepted if table.settles else None,
+        channels_last=shape.conv_channels_last,
+        conv_out=inputs.conv_out,
+        out=inputs.out,
+        pad_slot=pool.pad_slot,
+        checkpoints=table.checkpoints,
+        checkpoint_pool=state.recurrent if exports else None,
+        conv_checkpoint_pool=state.conv if exports else None,
+        workspace=inputs.scratch,
+        fuse=inputs.fuse,
+        backend=choices["prefill"],
+        neighbour_backend=choices["conv"],
+        **inputs.gate,
+    )
 
 
 def _tokens(inputs: CoreInputs, pool: StatePool) -> dict[str, Any]:
@@ -104,10 +168,10 @@ def _tokens(inputs: CoreInputs, pool: StatePool) -> dict[str, Any]:
     }
 
 
-def _enter(
+def _convolve(
     inputs: CoreInputs, table: RowTable, pool: StatePool, state: LayerState, choices: Mapping[Op, Choice]
 ) -> None:
-    """Convolve prefills or decodes; fold the accepted records of those that leave speculation into their states."""
+    """Convolve decodes."""
     ops.causal_conv(
         inputs.x,
         inputs.conv_weight,
@@ -120,10 +184,12 @@ def _enter(
         channels_last=pool.shape.conv_channels_last,
         out=inputs.conv_out,
         pad_slot=pool.pad_slot,
-        checkpoints=table.checkpoints,
-        checkpoint_pool=None if table.checkpoints is None else state.conv,
         backend=choices["conv"],
     )
+
+
+def _settle(table: RowTable, pool: StatePool, state: LayerState, choices: Mapping[Op, Choice]) -> None:
+    """Fold the accepted records of requests that leave speculation into their states."""
     if table.settles and state.records is not None:
         ops.commit(
             state=state.recurrent,

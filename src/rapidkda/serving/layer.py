@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import __version__, checks, env, ops
+from .. import __version__, checks, env
 from ..backends.base import Request
 from ..device import Device
 from ..dispatch import Choice
@@ -24,7 +24,7 @@ from . import weights
 from .backends import BackendWish, choose
 from .batch import StepBatch
 from .config import Rollback, StateShape
-from .core import CoreInputs, run_core
+from .core import CoreInputs, GatedNorm, run_core
 from .pool import LayerState, StatePool
 from .weights import WeightShape
 from .workspace import Workspace
@@ -225,9 +225,9 @@ class KDALayer(nn.Module):
             conv_out=workspace.conv_output(count, lane),
             out=out,
             scratch=workspace.scratch(lane),
+            norm=GatedNorm(z, self.o_norm, self.eps),
         )
         run_core(inputs, batch, pool, state, self.choices)
-        ops.gated_rms_norm(out, z, self.o_norm, self.eps, out=out, backend=self.choices["norm"])
         result = F.linear(out.view(count, heads * dim), self.o_proj)
         batch.zero_padding(result)
         if env.check_device_values():

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...problem import ConvCall
 from . import pools
 from .gates import accumulate_dtype, silu
+from .spans import spans
 
 BLOCK_ELEMENTS = 1 << 17  # of one temporary: few enough to stay in a cache
 
@@ -121,7 +122,7 @@ def _body(call: ConvCall, real: Tensor | None) -> None:
     order = np.argsort(first, kind="stable")
     owners = np.repeat(order, length[order])  # segment of every covered token
     seen = 0
-    for start, stop in _merge_spans(first[order], length[order]):
+    for start, stop in spans(first, length):
         for begin in range(start, stop, size):
             end = min(begin + size, stop)
             low = begin - (taps - 1)
@@ -134,19 +135,6 @@ def _body(call: ConvCall, real: Tensor | None) -> None:
                 y = torch.where(real.index_select(0, owner.to(y.device, non_blocking=True)).unsqueeze(1), y, 0.0)
             call.out[begin:end].copy_(y)
         seen += stop - start
-
-
-def _merge_spans(first: np.ndarray, length: np.ndarray) -> list[tuple[int, int]]:
-    """Token ranges that sorted segments cover, adjacent ones joined."""
-    spans: list[tuple[int, int]] = []
-    for start, count in zip(first.tolist(), length.tolist(), strict=True):
-        if count == 0:
-            continue
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], start + count)
-        else:
-            spans.append((start, start + count))
-    return spans
 
 
 def _near_start(call: ConvCall, positions: int) -> Tensor:

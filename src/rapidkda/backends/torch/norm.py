@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...problem import NormCall
 from .gates import accumulate_dtype, sigmoid, silu
+from .spans import spans
 
 BLOCK_ELEMENTS = 1 << 17  # of one temporary: few enough to stay in a cache
 
@@ -23,6 +24,7 @@ def norm(call: NormCall) -> None:
     """`Backend.norm`, in blocks of tokens."""
     tokens, heads, dim = call.x.shape
     size = max(1, BLOCK_ELEMENTS // max(1, heads * dim))
-    for start in range(0, tokens, size):
-        here = slice(start, start + size)
-        call.out[here].copy_(gated_norm(call.x[here], call.z[here], call.weight, call.eps, call.activation))
+    for first, last in [(0, tokens)] if call.segments is None else spans(*call.segments.host_values()):
+        for start in range(first, last, size):
+            here = slice(start, min(start + size, last))
+            call.out[here].copy_(gated_norm(call.x[here], call.z[here], call.weight, call.eps, call.activation))

@@ -1,4 +1,5 @@
-"""Gated RMSNorm per head: rms_norm(x) * weight * activation(z). One launch, any strides but the last."""
+"""Gated RMSNorm per head: rms_norm(x) * weight * activation(z), of all tokens or of those of segments. One launch, any
+strides but the last."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from . import launch
 from .blocks import narrow, sigmoid
 
 
-@triton.jit(do_not_specialize=["rows_total", "heads"])
+@triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=launch.TABLES)
 def norm_kernel(
-    p_x, p_z, p_weight, p_out, rows_total, heads, eps,
-    weight_s, x_t, x_h, z_t, z_h, o_t, o_h,
+    p_x, p_z, p_weight, p_out, p_first, p_length, tokens, heads, eps,
+    weight_s, x_t, x_h, z_t, z_h, o_t, o_h, first_s, length_s,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BR (token, head) rows. Grid (T * H / BR)."""
+    """A program takes BR (token, head) rows. Grid (T * H / BR), or (most tokens of a segment * H / BR, segments)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     token, head = row // heads, row % heads
+    if p_first is not None:
+        n = tl.program_id(1).to(tl.int64)
+        first = tl.minimum(tl.maximum(tl.load(p_first + n * first_s), 0), tokens)
+        end = first + tl.minimum(tl.maximum(tl.load(p_length + n * length_s), 0), tokens - first)
+        token += first
+    else:
+        end = tokens
     column = tl.arange(0, BD)
-    mask = (row < rows_total)[:, None] & (column < D)[None, :]
+    mask = (token < end)[:, None] & (column < D)[None, :]
     x = tl.load(p_x + (token * x_t + head * x_h)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     z = tl.load(p_z + (token * z_t + head * z_h)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(p_weight + column * weight_s, mask=column < D, other=0.0).to(tl.float32)
@@ -41,23 +49,35 @@ _norm = launch.Launcher(norm_kernel)
 
 def norm(call: NormCall) -> None:
     """`Backend.norm`."""
-    if call.x.shape[0] == 0:
+    segments = call.segments
+    if call.x.shape[0] == 0 or (segments is not None and (segments.count == 0 or segments.max_length == 0)):
         return
     prepared = call.memo.get("triton")
     if prepared is None:
         prepared = call.memo["triton"] = _bind(call)
-    prepared((call.x, call.z, call.weight, call.out), ())
+    tables = (None, None) if segments is None else (segments.first_token, segments.length)
+    prepared((call.x, call.z, call.weight, call.out), tables)
 
 
 def _bind(call: NormCall) -> launch.Launch:
     tokens, heads, dim = call.x.shape
     padded = triton.next_power_of_2(dim)
     rows = max(1, 4096 // padded)
+    most, count, table_strides = tokens, 1, (0, 0)
+    if call.segments is not None:
+        most, count = call.segments.max_length, call.segments.count
+        table_strides = (call.segments.first_token.stride(0), call.segments.length.stride(0))
     return _norm.bind(
         call.x.device,
-        (triton.cdiv(tokens * heads, rows), 1, 1),
-        (tokens * heads, heads, call.eps),
-        (call.weight.stride(0), *call.x.stride()[:2], *call.z.stride()[:2], *call.out.stride()[:2]),
+        (triton.cdiv(most * heads, rows), count, 1),
+        (tokens, heads, call.eps),
+        (
+            call.weight.stride(0),
+            *call.x.stride()[:2],
+            *call.z.stride()[:2],
+            *call.out.stride()[:2],
+            *table_strides,
+        ),
         (dim, padded, rows, call.activation == "silu"),
         num_warps=4,
     )
