@@ -33,7 +33,7 @@ def test_every_head_of_every_segment_is_taken_once(lengths: tuple[int, ...], wor
 def test_all_end_at_about_the_same_time() -> None:
     shape = by_name("ragged_h64")
     loads = [sum(shape.seq_lens[n] for n, _ in own) for own in taken(shares(np.array(shape.seq_lens), 64, 132), 132)]
-    assert max(loads) <= 1.06 * sum(shape.seq_lens) * 64 / 132
+    assert max(loads) <= 1.04 * sum(shape.seq_lens) * 64 / 132
 
 
 def test_where_there_is_nothing_to_gain_there_is_no_schedule() -> None:
