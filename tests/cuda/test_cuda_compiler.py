@@ -11,7 +11,7 @@ pytest.importorskip("cuda.core")
 
 from rapidkda.backends.cuda import compile_all, compiler
 from rapidkda.backends.cuda.compiler import KernelSource
-from rapidkda.backends.cuda.host.prefill import COMPOSE, kernels
+from rapidkda.backends.cuda.host.prefill import SEAMS, kernels
 from rapidkda.errors import CompilationError
 
 SMALL = KernelSource("small.cu", "small")
@@ -88,5 +88,5 @@ def test_every_kernel_compiles_ahead_of_time_once(tmp_path: Path, monkeypatch: p
     assert compile_all() == len(kernels()) == 14
     assert compile_all() == 0
     assert len(list((tmp_path / "cuda").glob("*.cubin"))) == len(kernels())
-    assert COMPOSE in kernels()
+    assert SEAMS in kernels()
     shutil.rmtree(tmp_path / "cuda")

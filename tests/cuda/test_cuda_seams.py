@@ -16,7 +16,7 @@ from rapidkda import ops, reference
 from rapidkda.backends.base import Request
 from rapidkda.backends.cuda import CudaBackend
 from rapidkda.backends.cuda.host import prefill as host
-from rapidkda.backends.cuda.host.plan import CHUNK, PART_BYTES, STATE_BYTES, FormName, Plan, workspace_bytes
+from rapidkda.backends.cuda.host.plan import CHUNK, SEAM_BYTES, FormName, Plan, scratch_bytes, workspace_bytes
 from rapidkda.device import Device
 from rapidkda.ops import kinds
 from rapidkda.segments import Checkpoints, Segments
@@ -63,18 +63,18 @@ def on_hopper() -> str:
 
 
 hopper = pytest.mark.skipif(bool(on_hopper()), reason=on_hopper() or "runs here")
-PARTS = [("handover", 2), ("handover", 4), ("parallel", 2), ("parallel", 4)]
+PARTS: list[tuple[FormName, int]] = [("parallel", 2), ("parallel", 4)]
 
 
 def run(
     inputs: Inputs, form: FormName, parts: int, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, final states and seams [N, P, HV] of a call in place on a pool."""
+    """Outputs, final states and seams [N, 2 P, HV] of a call in place on a pool."""
     monkeypatch.setattr(host, "plan", lambda call, sms: Plan(form, parts, 0.0, ()))
     kinds.forget()  # they hold plans
-    units = len(inputs.spans) * parts * inputs.v.shape[1]
-    states = (3 if form == "parallel" else 1) * STATE_BYTES * units
-    needed = max(states + PART_BYTES * units, workspace_bytes(1, 132))
+    units = len(inputs.spans) * inputs.v.shape[1]
+    scratch, seams = scratch_bytes(units, parts), 2 * parts * SEAM_BYTES * units
+    needed = max(scratch, workspace_bytes(1, 132))
     workspace = torch.full((needed,), 0xA5, dtype=torch.uint8, device=inputs.q.device)
     pool = inputs.states.clone()
     out = torch.full(inputs.v.shape, float("nan"), dtype=torch.bfloat16, device=inputs.q.device)
@@ -89,12 +89,12 @@ def run(
         backend="cuda",
         **options,
     )
-    small = workspace[states:].view(torch.int32)[8 * units : 9 * units]
-    return out, pool, small.view(len(inputs.spans), parts, inputs.v.shape[1]).cpu()
+    found = workspace[scratch - seams : scratch].view(torch.int32)
+    return out, pool, found.view(len(inputs.spans), 2 * parts, inputs.v.shape[1]).cpu()
 
 
-def expected_seams(inputs: Inputs, parts: int) -> tuple[Tensor, Tensor]:
-    """Seams [N, P, HV] in float64, with the threshold a hundredth lower and higher; part 0 has none."""
+def expected_seams(inputs: Inputs, halves: int) -> tuple[Tensor, Tensor]:
+    """Seams [N, halves, HV] in float64, with the threshold a hundredth lower and higher; half 0 has none."""
     group = inputs.v.shape[1] // inputs.k.shape[1]
     k, g, beta = (x.cpu().double() for x in (inputs.k, inputs.g, inputs.beta))
     if inputs.raw_keys:
@@ -105,12 +105,12 @@ def expected_seams(inputs: Inputs, parts: int) -> tuple[Tensor, Tensor]:
         g = reference.gate_log_decay(g, A_log, dt_bias, inputs.lower_bound)
     if inputs.raw_beta:
         beta = beta.sigmoid() * (2 if inputs.allow_neg_eigval else 1)
-    found = torch.full((2, len(inputs.spans), parts, inputs.v.shape[1]), -1, dtype=torch.int32)
+    found = torch.full((2, len(inputs.spans), halves, inputs.v.shape[1]), -1, dtype=torch.int32)
     for n, (first, length) in enumerate(inputs.spans):
         chunks = -(-length // CHUNK)
-        each = -(-chunks // parts)
-        for part in range(1, parts):
-            begin = min(part * each, chunks)
+        each = -(-chunks // halves)
+        for half in range(1, halves):
+            begin = min(half * each, chunks)
             y = torch.ones(inputs.v.shape[1], k.shape[2], dtype=torch.float64)
             open_ = torch.ones(2, inputs.v.shape[1], dtype=torch.bool)
             for i in range(min(begin, MOST_WARM_UP)):
@@ -119,7 +119,7 @@ def expected_seams(inputs: Inputs, parts: int) -> tuple[Tensor, Tensor]:
                     y = step_bound(y, k[at], g[at].exp(), beta[at])
                 for which, factor in enumerate((0.99, 1.01)):
                     done = open_[which] & (y.amax(-1) < FORGOTTEN * factor)
-                    found[which, n, part][done] = i + 1
+                    found[which, n, half][done] = i + 1
                     open_[which] &= ~done & (y.amax(-1) < 2.0 ** (-8 * (i + 1)) * factor)
     return found[0], found[1]
 
@@ -137,7 +137,7 @@ def test_seams_are_those_of_the_bound(
         shape, regime, dtype=torch.bfloat16, device="cuda", seed=4, layout="fused", gaps=True, g_dtype=g_dtype
     )
     out, final, seams = run(inputs, form, parts, monkeypatch)
-    low, high = expected_seams(inputs, parts)
+    low, high = expected_seams(inputs, 2 * parts)
     right = (seams == low) | (seams == high)
     assert bool(right[:, 1:].all()), (seams[~right], low[~right])
     assert bool((low >= 0).any()) == (regime == "fast")
@@ -183,7 +183,7 @@ def test_write_strengths_count(
     inputs = forgetful(256, log_decay)
     inputs.beta = torch.full_like(inputs.beta, strength)
     out, final, seams = run(inputs, form, parts, monkeypatch)
-    low, high = expected_seams(inputs, parts)
+    low, high = expected_seams(inputs, 2 * parts)
     assert bool(((seams == low) | (seams == high))[:, 1:].all())
     want, state = inputs.expected()
     assert worst_output_error(out, want, inputs.spans) <= bar("fast", torch.bfloat16).out
@@ -218,7 +218,7 @@ def test_keys_as_they_are_forget_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     """Longer keys could bring back after the seam what was nothing at it."""
     inputs = forgetful()
     inputs.raw_keys = False
-    out, final, seams = run(inputs, "handover", 4, monkeypatch)
+    out, final, seams = run(inputs, "parallel", 4, monkeypatch)
     assert bool((seams[:, 1:] == -1).all())
     want, state = inputs.expected()
     assert worst_output_error(out, want, inputs.spans) <= bar("fast", torch.bfloat16).out
@@ -233,8 +233,8 @@ def test_the_threshold_is_where_it_is_said_to_be(delta: float, monkeypatch: pyte
     log_decay = -126 / 64 * 0.6931471805599453 * (1 + delta)
     inputs = forgetful(256, log_decay)
     inputs.k.zero_()
-    seams = run(inputs, "handover", 2, monkeypatch)[2]
-    assert bool((seams[:, 1] == (4 if delta > 0 else 5)).all())
+    seams = run(inputs, "parallel", 2, monkeypatch)[2]
+    assert bool((seams[:, 2] == (4 if delta > 0 else 5)).all())
 
 
 @hopper
@@ -245,8 +245,7 @@ def test_nans_near_a_seam_cross_it(form: FormName, parts: int, monkeypatch: pyte
     inputs = forgetful()
     inputs.k[126, 0, 5] = float("nan")  # parts begin at token 128
     out, _, seams = run(inputs, form, parts, monkeypatch)
-    middle = parts // 2
-    assert int(seams[0, middle, 0]) == -1
+    assert int(seams[0, parts, 0]) == -1
     assert bool((seams[:, 1:, 1] >= 0).all())
     assert bool(out[128:144, 0].isnan().all())
     assert bool(out[:, 1].isfinite().all())

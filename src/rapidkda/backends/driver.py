@@ -71,7 +71,8 @@ class Launches:
             if status == _INVALID_CONTEXT:  # the first driver call of this thread
                 _enter_context(self._device)
                 status = launch(configuration_at, function, pointers, None)
-            _check(status)
+            if status:
+                _check(status)
         self._free.append(frame)
 
 

@@ -7,6 +7,9 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
+// Fetches a map before the first copy needs it.
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // A tile of 16 tokens of one head: dims (element in a 128-byte block, token, block, head). It lands as [block][16
 // tokens][128 bytes] with the 128-byte swizzle; how many blocks is the map's box. Tokens past the tensor's end arrive
 // as zeros.

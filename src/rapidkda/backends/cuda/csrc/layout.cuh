@@ -25,24 +25,31 @@ struct Stage {
     static constexpr int v = 15360;          // [1 or 2 halves][16][128 B]
 };
 
-template <Form kForm_, bool kBounded_, bool kGateFloat_>
+// kParts: runs are parts of segments, some of which start from nothing (seams.cu).
+template <Form kForm_, bool kBounded_, bool kGateFloat_, bool kParts_>
 struct Config {
     static constexpr Form kForm = kForm_;
     static constexpr bool kBounded = kBounded_;      // bounded gate; else any log decay
     static constexpr bool kGateFloat = kGateFloat_;  // g is fp32, else bf16
+    static constexpr bool kParts = kParts_;
     static constexpr bool kCluster = kForm != Form::kWhole;
     static constexpr bool kOutputs = kForm != Form::kTransition;
     static constexpr int kWarpgroups = kForm == Form::kPair ? 1 : 2;  // consumers, 64 state rows each
     static constexpr int kGroups = 4;                                // producers, two warps each
     static constexpr int kConsumers = kWarpgroups * 128;
-    static constexpr int kThreads = kConsumers + kGroups * 64;
+    // Parts that may be shared by time instead of V have the threads of either way: in a pair, four warps idle.
+    static constexpr int kIdle = kForm == Form::kPair && kParts ? 128 : 0;
+    static constexpr int kFirstProducer = kConsumers + kIdle;
+    static constexpr int kThreads = kFirstProducer + kGroups * 64;
     // Registers a thread, moved between the roles at the start.
     static constexpr int kConsumerRegisters = kForm == Form::kPair ? 192 : 160;
     static constexpr int kProducerRegisters = kForm == Form::kPair ? 112 : 96;
     // setmaxnreg acts on whole warpgroups and hangs where the roles want more than the launch took: as many registers a
     // thread as fit an SM, which the assembler counts in fours of warps.
     static constexpr int kLaunchRegisters = 65536 / (32 * ((kThreads / 32 + 3) / 4 * 4)) / 8 * 8;
-    static_assert(kGroups % 2 == 0 && kConsumers * kConsumerRegisters + (kThreads - kConsumers) * kProducerRegisters <=
+    static constexpr int kIdleRegisters = 24;
+    static_assert(kGroups % 2 == 0 && kConsumers * kConsumerRegisters + kIdle * kIdleRegisters +
+                                              (kThreads - kFirstProducer) * kProducerRegisters <=
                                           kThreads * kLaunchRegisters);
     // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups.
     static constexpr int kStages = kCluster ? 8 : 4;

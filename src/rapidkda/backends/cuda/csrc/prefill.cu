@@ -9,12 +9,22 @@
 #include "prepare.cuh"
 #include "recurrence.cuh"
 
-using Kernel = PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT>;
+using Kernel = PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT, KDA_PARTS>;
+// Where a head forgets at every seam, the two CTAs of a cluster share a part by time instead of V: less work in all.
+constexpr bool kEitherWay = Kernel::kForm == Form::kPair && KDA_PARTS;
+using Half = PrefillConfig<Form::kWhole, KDA_BOUNDED, KDA_GATE_FLOAT, true>;
+// Beside the transitions of the other parts, a pair runs the first one.
+constexpr bool kTransitions = Kernel::kForm == Form::kTransition;
+using First = PrefillConfig<Form::kPair, KDA_BOUNDED, KDA_GATE_FLOAT, true>;
+constexpr int kSharedBytes = kEitherWay && Half::kBytes > Kernel::kBytes     ? Half::kBytes
+                             : kTransitions && First::kBytes > Kernel::kBytes ? First::kBytes
+                                                                              : Kernel::kBytes;
 
 struct LaunchInfo {
     int threads, shared_bytes, cluster;
 };
-extern "C" __constant__ const LaunchInfo launch_info = {Kernel::kThreads, Kernel::kBytes, Kernel::kCluster ? 2 : 1};
+extern "C" __constant__ const LaunchInfo launch_info = {
+    Kernel::kThreads, kSharedBytes, Kernel::kCluster ? 2 : 1};
 
 // Padding: output rows are zero, no state is touched.
 template <class C>
@@ -33,25 +43,26 @@ DEVICE void run(const Params& p) {
     const int thread = threadIdx.x, lane = thread & 31;
     // Shuffled, so that the assembler knows it is the same for the whole warp: addresses stay in uniform registers.
     const int warp_index = __shfl_sync(kAllLanes, thread >> 5, 0);
+    constexpr bool kHalf = C::kForm == Form::kWhole && C::kParts;
     const u32 rank = C::kCluster ? cluster_rank() : 0;
-    const int parts = C::kForm == Form::kTransition ? p.parts - 1 : p.parts;  // nobody needs the last transition
-    const int units = p.segments * p.value_heads * parts;
+    const int half = kHalf ? static_cast<int>(cluster_rank()) : -1;
+    const int units = p.segments * p.value_heads * p.parts;
     // Each warp's own run: the roles are not always at the same one. In shared memory, read where it is needed, it
     // costs the main loops no registers.
     __shared__ Work works[C::kThreads / 32];
     Work& w = works[warp_index];
-    const int workers = gridDim.x / (C::kCluster ? 2 : 1), worker = blockIdx.x / (C::kCluster ? 2 : 1);
+    constexpr int kCtas = Kernel::kCluster ? 2 : 1;  // of a worker
+    const int workers = gridDim.x / kCtas, worker = blockIdx.x / kCtas;
     int place = 0;
     // The next run of this warp's role: how many chunks it has, or what else is to be done.
-    constexpr int kPadding = -1, kNothing = -2, kNoMore = -3;
+    constexpr int kPadding = -1, kNoMore = -2;
     auto next_run = [&]() {
         const int unit = next_unit(p, worker, workers, units, place);
         if (unit < 0) return kNoMore;
         __syncwarp();
-        if (lane == 0) w = find_work(p, unit, parts);
+        if (lane == 0) w = find_work(p, unit, half, !kTransitions);
         __syncwarp();
-        const int chunks = C::kForm == Form::kTransition && !w.hands_over ? kNothing : w.padding ? kPadding : w.chunks;
-        return __shfl_sync(kAllLanes, chunks, 0);
+        return __shfl_sync(kAllLanes, w.padding ? kPadding : w.chunks, 0);
     };
     if (thread == 0) {
         for (int i = 0; i < C::kStages; i++) {
@@ -66,20 +77,22 @@ DEVICE void run(const Params& p) {
     __syncthreads();
     if constexpr (C::kCluster) cluster_barrier();
 
-    if (warp_index >= C::kWarpgroups * 4) {
+    if (warp_index >= C::kFirstProducer / 32) {
         release_registers<C::kProducerRegisters>();
         for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
             if (chunks < 0) continue;
             if (C::kOutputs && w.has_initial && !p.starts)  // the consumers will want it when they come here
                 prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128),
-                               p.flags & kInitialFloat, thread - C::kConsumers, C::kThreads - C::kConsumers);
-            prepare_chunks<C>(p, w, shared, warp_index - C::kWarpgroups * 4, lane, rank, chunks, base);
+                               p.flags & kInitialFloat, thread - C::kFirstProducer, C::kThreads - C::kFirstProducer);
+            prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base);
         }
+    } else if (warp_index >= C::kConsumers / 32) {
+        release_registers<C::kIdleRegisters>();
     } else {
         claim_registers<C::kConsumerRegisters>();
         for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
             if (chunks >= 0)
-                run_recurrence<C>(p, w, shared, warp_index, lane, rank, chunks, base);
+                run_recurrence<C, kTransitions>(p, w, shared, warp_index, lane, rank, chunks, base);
             else if (C::kOutputs && chunks == kPadding)
                 write_zeros<C>(p, w, rank);
         }
@@ -95,5 +108,14 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
     __cluster_dims__(2, 1, 1)
 #endif
     prefill(const __grid_constant__ Params p) {
+    if (p.tokens > 0 && threadIdx.x < 4) prefetch_map(&p.q + threadIdx.x);
+    if constexpr (kTransitions || kEitherWay) {
+        const int index = blockIdx.x / 2, part = index / p.value_heads % p.parts;
+        const int segment = segment_at(p, index / p.value_heads / p.parts);
+        const bool forgets = forgets_everywhere(p, segment, index % p.value_heads, fresh_lane());
+        if (kTransitions && forgets) return;
+        if (kTransitions && part == 0) return run<First>(p);
+        if (kEitherWay && forgets) return run<Half>(p);
+    }
     run<Kernel>(p);
 }

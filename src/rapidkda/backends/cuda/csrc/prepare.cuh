@@ -17,8 +17,8 @@
 #include "row_scale.cuh"
 #include "work.cuh"
 
-template <Form kForm, bool kBounded, bool kGateFloat>
-struct PrefillConfig : Config<kForm, kBounded, kGateFloat> {
+template <Form kForm, bool kBounded, bool kGateFloat, bool kParts>
+struct PrefillConfig : Config<kForm, kBounded, kGateFloat, kParts> {
     using Gate = typename Select<kBounded, BoundedGate, UnboundedGate>::Type;
 };
 
@@ -149,7 +149,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         copy_tile(to + 8192, &p.g, token, 0, w.head, bar);
     };
     constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
-    named_barrier(exchange, 64);               // both warps have left the raw tiles of the run before
+    meet(exchange, 64);                        // both warps have left the raw tiles of the run before
     if (warp == 0 && arrives(this_lane))  // slots that this group was the last to use
 #pragma unroll 1
         for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
@@ -172,7 +172,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if (rows < kChunk) {
             blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
-            named_barrier(exchange, 64);  // each warp blanks its half of the channels, and scales need both
+            meet(exchange, 64);  // each warp blanks its half of the channels, and scales need both
         }
         const bool l2norm = p.flags & kL2Norm;
         if (!solver)

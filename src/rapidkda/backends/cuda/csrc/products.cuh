@@ -84,7 +84,7 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
         give<2>(own + lane * 8, products);
     else
         give<0>(own + lane * 8, products);
-    named_barrier(exchange, 64);
+    meet(exchange, 64);
     const int g = lane >> 2, c = 2 * (lane & 3);
     if (!solver) {
         const Sums x = take<Gate, 2>(other + lane * 8, products);

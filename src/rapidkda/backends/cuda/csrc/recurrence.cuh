@@ -17,7 +17,7 @@
 #include "mma.cuh"
 #include "shared.cuh"
 #include "barrier.cuh"
-#include "state.cuh"
+#include "transition.cuh"
 #include "work.cuh"
 
 constexpr int kEarlyDecays = 2;  // fours of channels whose decay is loaded with the operands; the others beside W
@@ -64,25 +64,25 @@ DEVICE PoolLayout pool_layout(const Params& p, u32 is_float) {
     return PoolLayout{(p.flags & is_float) != 0, (p.flags & kStateVFirst) != 0, (p.flags & kVectorStates) != 0};
 }
 
-template <class C>
+// kFirstStep: beside the transitions, in the first of two launches; the last state is where the second one starts.
+template <class C, bool kFirstStep>
 DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_index, int lane, u32 rank, int n,
                            int base) {
     const int warpgroup = warp_index >> 2, warp = warp_index & 3, g = lane >> 2, q = lane & 3;
     const bool identity = C::kForm == Form::kTransition && rank == 1;  // the rows of M: S0 = I, v = 0
     const int v_half = C::kForm == Form::kPair ? rank : warpgroup;      // which 64 of V
     const int row = v_half * 64 + warp * 16 + g, column = 2 * q;
-    const int warm_up = C::kForm == Form::kPair ? w.warm_up : 0;  // chunks of which nothing is kept
+    const int warm_up = C::kParts && C::kForm == Form::kWhole ? w.warm_up : 0;  // chunks of which nothing is kept
     const PoolLayout dense{true, true, true};
     auto head_offset = [&]() { return static_cast<i64>(w.head) * (128 * 128); };
-    auto part_offset = [&](int part) { return part_index(p, w, part) * (128 * 128); };
-    auto ready = [&](int part) { return p.ready + part_index(p, w, part) * 8 + v_half * 4 + warp; };
 
     float state[64];
-    // The start of a part lies in `starts`; a transition starts from nothing but in the first part.
-    const bool from_starts = C::kCluster && p.starts && !w.from_zero && (C::kOutputs || (w.part == 0 && !identity));
-    if (from_starts) {
-        if (C::kOutputs && p.ready && w.part > 0) wait_for(ready(w.part));
-        load_state(state, p.starts, part_offset(w.part), row, column, dense);
+    if (C::kParts && C::kOutputs && !w.from_zero) {
+        load_state(state, p.starts, start_offset(p, w), row, column, dense);
+        if constexpr (C::kForm == Form::kPair && !kFirstStep)  // through the parts between the first and this one
+#pragma unroll 1
+            for (int part = 1; part <= w.part; part++)
+                apply_transition(state, p.transitions, transition_offset(p, w, part), row, column, lane);
     } else if constexpr (C::kForm == Form::kTransition) {
 #pragma unroll
         for (int j = 0; j < 16; j++)
@@ -119,8 +119,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     const u32 small_lane = ((lane >> 3) & 1) * 256 + ((lane >> 4) * 8 + (lane & 7)) * 16;
     const u32 staging = shared + C::staging + warp_index * C::kStaging;
     const u32 staging_read = staging + (lane >> 4) * 256 + (lane & 15) * 16;
-    u16* out = p.out + (w.first_token + (warm_up - 1) * kChunk + (lane & 15)) * p.out_token_stride +
-               w.head * p.out_head_stride + v_half * 64 + warp * 16 + (lane >> 4) * 8;  // one chunk before the first kept
+    u16* out = p.out + (w.first_token - kChunk + (lane & 15)) * p.out_token_stride +
+               w.head * p.out_head_stride + v_half * 64 + warp * 16 + (lane >> 4) * 8;  // one chunk before the first
 
     float products[16];  // [W 8 | O' 8]
     u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4], intra[4];
@@ -159,7 +159,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         for (int j = 0; j < kEarlyDecays; j++) early_decay[j] = load_decay(j);
         if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
     };
-    auto front = [&](int i, bool writes) {  // writes: the output of the chunk before
+    auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
         const bool has_output = C::kOutputs && writes;
         if (has_output) out += kChunk * p.out_token_stride;
         u32 state_bf16[32];
@@ -192,7 +192,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             s[6] *= e.z;
             s[7] *= e.w;
         }
-        if (has_output) write_output(kChunk);
+        if (has_output) write_output(rows);
         wgmma_wait<0>();
         if constexpr (C::kOutputs) {
             load_matrix(intra, stage + Stage::intra + small_lane);
@@ -281,20 +281,15 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     if (n > 0) load_operands(0);
     int i = 0;
-    if (warm_up > 0) {
-        front(0, false);
-        for (; i < warm_up; i++) {
-            back(i);
-            if (i + 1 < warm_up) front(i + 1, false);
-        }
-    }
-    // Runs of chunks between checkpoints: the inner loop knows nothing of them.
+    // The warm-up, then runs of chunks between checkpoints: the inner loop knows nothing of them.
     while (i < n) {
-        const int end = checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
-        front(i, i > warm_up);
+        const bool kept = i >= warm_up;
+        const int end = !kept ? min(warm_up, n) : checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
+        front(i, i > 0, !C::kParts || i > warm_up ? kChunk : 0);
+        const int rows = !C::kParts || kept ? kChunk : 0;
         for (; i < end; i++) {
             back(i);
-            if (i + 1 < end) front(i + 1, true);
+            if (i + 1 < end) front(i + 1, true, rows);
         }
         if (C::kOutputs && checkpoint_chunk >= 0 && i == checkpoint_chunk + 1) {
             const int slot = p.checkpoint_slot[checkpoint];
@@ -312,11 +307,12 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     }
 
     if constexpr (C::kForm == Form::kTransition) {
-        store_state(state, p.transitions, 2 * part_offset(w.part) + (identity ? 128 * 128 : 0), row, column, dense,
-                    range.out);
-    } else if (C::kCluster && p.ready && w.hands_over) {
-        store_state(state, p.starts, part_offset(w.part + 1), row, column, dense, range.out);
-        announce(ready(w.part + 1), lane);
+        if (identity)
+            store_transition(state, p.transitions + transition_offset(p, w, w.part) + 128 * 128, row, q, range.out);
+        else
+            store_state(state, p.transitions, transition_offset(p, w, w.part), row, column, dense, range.out);
+    } else if constexpr (kFirstStep) {
+        store_state(state, p.starts, start_offset(p, w), row, column, dense, range.out);
     } else if (p.final_ && w.last_part) {
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
                     pool_layout(p, kFinalFloat), range.out);

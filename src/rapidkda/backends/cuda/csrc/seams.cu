@@ -151,11 +151,12 @@ DEVICE Quad walk_group(Quad y, u32 from, int lane) {
 // This block's share of the segment's own state.
 DEVICE void copy_initial(const Params& p, const Work& w) {
     const bool v_first = p.flags & kStateVFirst, is_float = p.flags & kInitialFloat;
-    const int share = (128 * 128 + p.parts - 1) / p.parts, end = min((w.part + 1) * share, 128 * 128);
+    const int share = (128 * 128 + gridDim.y - 1) / gridDim.y, begin = blockIdx.y * share;
+    const int end = min(begin + share, 128 * 128);
     const i64 from = w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128);
-    float* to = p.starts + part_index(p, w, 0) * (128 * 128);
+    float* to = p.starts + start_offset(p, w);
     constexpr int kAtOnce = 8;  // loads in flight
-    for (int first = w.part * share + threadIdx.x; first < end; first += kAtOnce * kThreads) {
+    for (int first = begin + threadIdx.x; first < end; first += kAtOnce * kThreads) {
         float values[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++) {
@@ -178,15 +179,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) seams(const __grid_consta
     const u32 landed = shared_address(barriers);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, chunk = warp / kGroups, group = warp % kGroups;
     if (threadIdx.x == 0) {
-        w = find_work(p, (blockIdx.z * p.parts + blockIdx.y) * p.value_heads + blockIdx.x, p.parts, false);
+        if (p.tokens > 0) {
+            prefetch_map(&p.k);
+            prefetch_map(&p.g);
+        }
+        w = find_work(p, (blockIdx.z * p.parts + blockIdx.y / 2) * p.value_heads + blockIdx.x, blockIdx.y & 1, true, false);
         for (int i = 0; i < kBatch; i++) barrier_init(landed + 8 * i, 1);
         barrier_init_fence();
         fence_async_proxy();
     }
     __syncthreads();
     if (w.padding) return;
-    const i64 index = part_index(p, w, w.part);
-    if (p.ready && threadIdx.x < 8) p.ready[index * 8 + threadIdx.x] = 0;
 
     // Chunk i before the part begins at token first_token - (i + 1) kChunk; `most` of them may be walked.
     const int most = p.flags & kL2Norm ? min(w.first_chunk, kMostWarmUp) : 0;
@@ -211,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) seams(const __grid_consta
     }
     const Gates gates(p, w.head, 4 * lane);
     copy_initial(p, w);
-    if (w.part == 0) return;
+    if (blockIdx.y == 0) return;
 
     Quad y{kStart, kStart, kStart, kStart};
     float limit = kStart;
@@ -246,5 +249,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) seams(const __grid_consta
         __syncthreads();
         seam = verdict;
     }
-    if (threadIdx.x == 0) p.seams[index] = seam;
+    if (threadIdx.x == 0) p.seams[seam_index(p, w.segment, blockIdx.y, w.head)] = seam;
 }

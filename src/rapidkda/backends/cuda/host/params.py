@@ -53,7 +53,6 @@ ADDRESSES = (
     "transitions",
     "starts",
     "seams",
-    "ready",
 )
 
 

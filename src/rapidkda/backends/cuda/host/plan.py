@@ -1,12 +1,14 @@
 """Which form of the prefill kernel serves a call: a cost model fitted on measurements, and the choice with its reasons.
 
-Forms. `whole`: one CTA a head. `pair`: a cluster of two CTAs a head, for few chains. The other two cut a segment into
-parts, each a pair. At a seam across which the gates provably forget everything (csrc/seams.cu, decided per head on the
-device), a part starts from zero a few chunks early; elsewhere it needs the state that the part before it ends with. In
-`handover` it waits for it, so slow gates cost what a pair costs and fast ones a fraction. In `parallel` the affine
-transitions (S -> S M + B) of the parts are computed side by side and composed into their start states, and the parts
-then run side by side from those. Exact whatever the gates are. Gates are not known here, so a form is chosen by what it
-costs when nothing is forgotten.
+Forms. `whole`: one CTA a head. `pair`: a cluster of two CTAs a head, for few chains. `parallel` cuts a segment into
+P + 1 parts, exactly, whatever the gates are: a pair runs the first part beside the affine transitions (S -> S M + B) of
+all but the last of the others, and then the others run side by side, P pairs, each from the start that it makes of the
+first part's last state and the transitions before it. The first part is a little longer, so that nobody waits.
+
+Where a head provably forgets everything at each of 2 P - 1 seams (csrc/seams.cu, decided per head on the device), the
+first of the two steps has nothing to do for it, and in the second each of the 2 P CTAs takes its share of the tokens
+instead of half of V, from zero a few chunks early: less work in all. Gates are not known here, so a form is chosen by
+the geometric mean of what it costs where all is forgotten and where nothing is.
 """
 
 from __future__ import annotations
@@ -15,23 +17,22 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-FormName = Literal["whole", "pair", "handover", "parallel"]
+FormName = Literal["whole", "pair", "parallel"]
 
 CHUNK = 16
 MAX_PARTS = 16
 STATE_BYTES = 128 * 128 * 4  # one head's state in fp32
-PART_BYTES = 64  # of a part of a head besides its states: 8 flags and its seam
+SEAM_BYTES = 4
 
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a launch costs at least, what going on to
 # the next head costs, and a chunk. Unbounded gates cost 1.2 to 1.4 times as much in every form, so the choice is the
 # same.
 WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.19
 PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.70
-PARALLEL_START_US, TRANSITION_US = 44.0, 0.79  # four launches and the composition
-COMPOSE_US = 1.0  # a part
-HANDOVER_START_US, HANDOVER_US = 16.0, 1.1  # over a pair where nothing is forgotten: two launches, a wait of each part
-HANDOVER_PREMIUM = 1.06  # the most that may cost, for parts times the speed where all is forgotten
-LEAST_PART_CHUNKS = 24  # of a handover: several times a warm-up
+# Three launches; a chunk of a part and of a transition, whose kernels have two ways to go; a transition applied.
+PARALLEL_START_US, PART_US, TRANSITION_US, APPLY_US = 37.0, 0.75, 0.84, 12.2
+# The same launches where all is forgotten, a chunk of a share, and the most chunks that it begins early.
+FORGETTING_START_US, SHARE_US, WARM_UP_CHUNKS = 48.0, 1.18, 5
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Plan:
 
     Attributes:
         form: which kernels run.
-        parts: parts of a segment, 1 unless `form` is `parallel`.
+        parts: pairs of a head at once, 1 unless `form` is `parallel`.
         predicted_us: the cost model's device time.
         alternatives: the same for every form considered, "name": microseconds.
     """
@@ -52,7 +53,7 @@ class Plan:
 
     @property
     def launches(self) -> int:
-        return {"whole": 1, "pair": 1, "handover": 2, "parallel": 4}[self.form]
+        return 3 if self.form == "parallel" else 1
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {us:.0f} us" for name, us in self.alternatives)
@@ -77,19 +78,18 @@ def plan_prefill(segments: int, total_chunks: int, longest_chunks: int, value_he
     }
     for parts in range(2, MAX_PARTS + 1):
         if 2 * chains * parts <= sms:
-            each = -(-longest_chunks // parts)
-            costs["parallel", parts] = PARALLEL_START_US + each * (TRANSITION_US + PAIR_US) + COMPOSE_US * parts
-    (form, parts), best = min(costs.items(), key=lambda item: item[1])
-    if form == "pair":
-        for more in range(2, MAX_PARTS + 1):
-            us = best + HANDOVER_START_US + HANDOVER_US * (more - 1)
-            if 2 * chains * more <= sms and longest_chunks >= more * LEAST_PART_CHUNKS:
-                costs["handover", more] = us
-                if us <= HANDOVER_PREMIUM * best:
-                    form, parts = "handover", more
+            each = longest_chunks / (parts + TRANSITION_US / PART_US)
+            costs["parallel", parts] = PARALLEL_START_US + each * (TRANSITION_US + PART_US) + APPLY_US * (parts - 1)
+    (form, parts), _ = min(costs.items(), key=lambda item: item[1] * _forgetting_us(item, longest_chunks))
     return Plan(
         form, parts, costs[form, parts], tuple((f"{n}{f'/{p}' if p > 1 else ''}", us) for (n, p), us in costs.items())
     )
+
+
+def _forgetting_us(cost: tuple[tuple[FormName, int], float], longest: int) -> float:
+    """Time of a form where all heads forget; `cost`: its time where none does."""
+    (form, parts), us = cost
+    return us if form != "parallel" else FORGETTING_START_US + (longest / (2 * parts) + WARM_UP_CHUNKS) * SHARE_US
 
 
 def _serial(
@@ -106,9 +106,11 @@ def _serial(
     return max(alone, full, rounds)
 
 
-def workspace_bytes(value_heads: int, sms: int) -> int:
-    """Scratch of the widest plan in parts: transitions (B and M), start states and seams of every part.
+def scratch_bytes(units: int, parts: int) -> int:
+    """Scratch of a plan for so many heads of segments: start states, transitions (B and M), seams."""
+    return units * ((2 * parts - 1) * STATE_BYTES + 2 * parts * SEAM_BYTES) if parts > 1 else 0
 
-    A plan has at most sms / 2 parts in all (two CTAs each), whatever the number of segments.
-    """
-    return sms // 2 * (3 * STATE_BYTES + PART_BYTES) if 4 * value_heads <= sms else 0
+
+def workspace_bytes(value_heads: int, sms: int) -> int:
+    """Scratch of the widest plan: it has at most sms / 2 pairs in all, whatever the number of segments."""
+    return sms // 2 * (2 * STATE_BYTES + 2 * SEAM_BYTES) if 4 * value_heads <= sms else 0

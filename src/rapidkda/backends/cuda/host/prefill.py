@@ -1,9 +1,11 @@
-"""Launch of csrc/prefill.cu and csrc/compose.cu for one validated call."""
+"""Launch of csrc/prefill.cu, and of csrc/seams.cu before it, for one validated call."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,23 +19,45 @@ from .. import compiler
 from ..compiler import KernelSource
 from . import params, schedule
 from .params import ORDER_ENTRIES, Constants, Flags
-from .plan import CHUNK, PART_BYTES, STATE_BYTES, Plan, plan_prefill
+from .plan import CHUNK, SEAM_BYTES, STATE_BYTES, Plan, plan_prefill, scratch_bytes
 from .tensor_map import ALIGNMENT, tensor_map
 
 SEAMS = KernelSource("seams.cu", "seams")
-COMPOSE = KernelSource("compose.cu", "compose")
-_COMPOSE_BLOCKS = 16  # of 8 state rows
-_FLAG_BYTES = 32  # of a part of a head; the rest of PART_BYTES is its seam
 _MOST_MAPS = 64  # sets of tensor maps that a kind of call keeps
-_FORMS = {"whole": "kWhole", "pair": "kPair", "transition": "kTransition"}
+
+# Where a call has the tensors whose addresses a launch needs: first those that are read through tensor maps, then the
+# others in the order of `params.ADDRESSES`.
+_MAPPED = ("tokens.q", "tokens.k", "tokens.v", "tokens.g")
+_POOLS = ("initial", "final", "checkpoint_pool")
+_TABLES = (
+    "segments.first_token",
+    "segments.length",
+    "read_slots",
+    "write_slots",
+    "has_initial_state",
+    "checkpoints.begin",
+    "checkpoints.offset",
+    "checkpoints.slot",
+)
+_ADDRESSED = ("tokens.beta", "tokens.gate.A_log", "tokens.gate.dt_bias", "out", *_POOLS, *_TABLES)
+_address = Tensor.data_ptr
+# Form, whether its CTAs come in twos, whether runs are parts of segments.
+_FORMS = {
+    "whole": ("kWhole", False, False),
+    "pair": ("kPair", True, False),
+    "part": ("kPair", True, True),
+    "transition": ("kTransition", True, True),
+}
 
 
 @functools.cache
 def kernel(form: str, bounded: bool, gate_float: bool) -> KernelSource:
-    """The prefill kernel of a form (`whole`, `pair`, `transition`), gate kind and dtype of g."""
+    """The prefill kernel of a form (`whole`, `pair`, `part`, `transition`), gate kind and dtype of g."""
+    name, cluster, parts = _FORMS[form]
     macros = {
-        "KDA_FORM": _FORMS[form],
-        "KDA_CLUSTER": str(int(form != "whole")),
+        "KDA_FORM": name,
+        "KDA_PARTS": str(parts).lower(),
+        "KDA_CLUSTER": str(int(cluster)),
         "KDA_BOUNDED": str(bounded).lower(),
         "KDA_GATE_FLOAT": str(gate_float).lower(),
     }
@@ -44,7 +68,7 @@ def kernel(form: str, bounded: bool, gate_float: bool) -> KernelSource:
 
 def kernels() -> list[KernelSource]:
     """Every kernel that a prefill call can need."""
-    return [*itertools.starmap(kernel, itertools.product(_FORMS, (True, False), (True, False))), SEAMS, COMPOSE]
+    return [*itertools.starmap(kernel, itertools.product(_FORMS, (True, False), (True, False))), SEAMS]
 
 
 def plan(call: PrefillCall, sms: int) -> Plan:
@@ -78,93 +102,91 @@ class Prepared:
         index = call.tokens.q.device.index
         self.device = torch.cuda.current_device() if index is None else index
         self.plan = plan(call, multiprocessors(self.device)) if forced is None else forced
-        parts = call.segments.count * call.tokens.value_heads * self.plan.parts
-        # Scratch of segments in parts: a start state of each, its transition, flags, seams.
-        self._has_transitions = self.plan.form == "parallel"
-        self._transitions_at = STATE_BYTES * parts
-        self._flags_at = (3 if self._has_transitions else 1) * STATE_BYTES * parts
-        self._seams_at = self._flags_at + _FLAG_BYTES * parts
-        self._scratch_bytes = self._flags_at + PART_BYTES * parts if self.plan.parts > 1 else 0
-        self._strided_out = _strided_rows(call.out)
-        self._strided_tables = not all(x.is_contiguous() for x in _tables(call) if x is not None)
+        units = call.segments.count * call.tokens.value_heads
+        self._scratch_bytes = scratch_bytes(units, self.plan.parts)
+        # After the start states.
+        self._transitions_at = STATE_BYTES * units
+        self._seams_at = self._scratch_bytes - 2 * self.plan.parts * SEAM_BYTES * units
+        self._own_scratch = call.workspace is None or call.workspace.shape[0] < self._scratch_bytes
+        self._dense_rows = not _strided_rows(call.out)
+        self._present = [_has(call, name) for name in _ADDRESSED]
+        present = list(itertools.compress(_ADDRESSED, self._present))
+        tables = [name for name in present if name.startswith(("segments", "checkpoints"))]
+        self._dense_tables = all(operator.attrgetter(name)(call).is_contiguous() for name in tables)
+        self._tensors = operator.attrgetter(*_MAPPED, *present)
+        self._pools_at = [present.index(name) for name in _POOLS if name in present]
         self._even_slots = call.state_v_first and not any(_first_stride(pool) % 2 for pool in _pools(call))
         self._launches: dict[tuple[bool, bool], Launches] = {}  # by what addresses decide
         self._maps: dict[tuple[int, ...], bytes] = {}
 
     def run(self, call: PrefillCall) -> None:
         """Launch a call of this kind on the current stream of its device, the current one."""
-        tokens, gate, out = call.tokens, call.tokens.gate, call.out
-        keep: list[Tensor | None] = []  # copies that must outlive the launches
-        maps = self._tensor_maps(call, keep)
-        if self._strided_out or out.data_ptr() % ALIGNMENT:
-            out = out.clone(memory_format=torch.contiguous_format)  # with the rows that no segment covers
-        tables = _tables(call)
-        if self._strided_tables:
-            tables = [None if x is None else x.contiguous() for x in tables]
-            keep += tables
-        first_token, length, begin, offset, slot = tables
-        tensors = (
-            tokens.beta,
-            gate.A_log,
-            gate.dt_bias,
-            out,
-            call.initial,
-            call.final,
-            call.checkpoint_pool,
-            first_token,
-            length,
-            call.read_slots,
-            call.write_slots,
-            call.has_initial_state,
-            begin,
-            offset,
-            slot,
-        )
-        addresses = [x.data_ptr() for x in tensors if x is not None]
-        if self._scratch_bytes:
-            scratch = _scratch(call, self._scratch_bytes)
-            keep.append(scratch)
-            starts = scratch.data_ptr()
-            transitions = starts + self._transitions_at if self._has_transitions else 0
-            ready = 0 if self._has_transitions else starts + self._flags_at
-            addresses += [transitions, starts, starts + self._seams_at, ready]
+        given = call
+        if not (self._dense_rows and self._dense_tables) or call.out.data_ptr() % ALIGNMENT:
+            call = self._dense(call)
+        q, k, v, g, *addresses = map(_address, self._tensors(call))
+        keep: list[Tensor] = []  # copies that must outlive the launches
+        maps = self._maps.get((q, k, v, g)) or self._make_maps(call, (q, k, v, g), keep)
         vectors = self._even_slots
-        for pool in _pools(call):
-            vectors = vectors and (pool is None or pool.data_ptr() % 8 == 0)
-        variant = (vectors, out is call.out)
+        for place in self._pools_at:
+            vectors = vectors and not addresses[place] % 8
+        if self._scratch_bytes:
+            scratch = self._scratch(call)
+            starts = scratch.data_ptr()
+            addresses += (starts + self._transitions_at, starts, starts + self._seams_at)
+        variant = vectors, call.out is given.out
         launches = self._launches.get(variant)
         if launches is None:
-            launches = self._launches[variant] = self._bind(call, out, tensors, vectors)
-        stream = torch._C._cuda_getCurrentRawStream(self.device)  # a tenth of the time of current_stream()
-        launches(stream, (maps, *addresses))
-        if out is not call.out:
-            call.out.copy_(out)
+            launches = self._launches[variant] = self._bind(call, vectors)
+        # The call takes a tenth of the time of current_stream().
+        launches(torch._C._cuda_getCurrentRawStream(self.device), (maps, *addresses))
+        if call.out is not given.out:
+            given.out.copy_(call.out)
 
-    def _bind(self, call: PrefillCall, out: Tensor, tensors: tuple[Tensor | None, ...], vectors: bool) -> Launches:
+    def _dense(self, call: PrefillCall) -> PrefillCall:
+        """The same call on copies of what the kernels cannot address."""
+        out, segments, checkpoints = call.out, call.segments, call.checkpoints
+        if not self._dense_rows or out.data_ptr() % ALIGNMENT:
+            out = out.clone(memory_format=torch.contiguous_format)  # with the rows that no segment covers
+        if not self._dense_tables:
+            segments = replace(
+                segments, first_token=segments.first_token.contiguous(), length=segments.length.contiguous()
+            )
+            if checkpoints is not None:
+                checkpoints = replace(
+                    checkpoints,
+                    begin=checkpoints.begin.contiguous(),
+                    offset=checkpoints.offset.contiguous(),
+                    slot=checkpoints.slot.contiguous(),
+                )
+        return replace(call, out=out, segments=segments, checkpoints=checkpoints)
+
+    def _scratch(self, call: PrefillCall) -> Tensor:
+        if call.workspace is not None and not self._own_scratch:
+            return call.workspace
+        return torch.empty(self._scratch_bytes, dtype=torch.uint8, device=call.tokens.q.device)
+
+    def _make_maps(self, call: PrefillCall, addresses: tuple[int, ...], keep: list[Tensor]) -> bytes:
+        """The four tensor maps, kept by the addresses that they were made for unless those are of copies."""
+        maps = _maps(call, keep)
+        if not keep:
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
+            self._maps[addresses] = maps
+        return maps
+
+    def _bind(self, call: PrefillCall, vectors: bool) -> Launches:
         parts, scratch = self.plan.parts, bool(self._scratch_bytes)
-        shares = _shares(call, _workers(self.plan, self.device)) if parts == 1 else b""
+        shares = b"" if scratch else _shares(call, _workers(self.plan, self.device))
         order = b"" if shares else _order(call.segments)
-        constants = _constants(call, out, parts, bool(order), bool(shares), vectors)
+        constants = _constants(call, parts, bool(order), bool(shares), vectors)
         return Launches(
             self.device,
             _shapes(call, self.plan, self.device),
             params.pack(constants, order, shares),
             (0,),
-            params.addresses([*[x is not None for x in tensors], *[scratch] * 4]),
+            params.addresses([*self._present, *[scratch] * 3]),
         )
-
-    def _tensor_maps(self, call: PrefillCall, keep: list[Tensor | None]) -> bytes:
-        """The four maps, found again by the addresses that they were made for."""
-        tokens = call.tokens
-        addresses = (tokens.q.data_ptr(), tokens.k.data_ptr(), tokens.v.data_ptr(), tokens.g.data_ptr())
-        maps = self._maps.get(addresses)
-        if maps is None:
-            maps = _maps(call, keep)
-            if not keep:
-                if len(self._maps) >= _MOST_MAPS:
-                    self._maps.clear()
-                self._maps[addresses] = maps
-        return maps
 
 
 @functools.cache
@@ -185,21 +207,16 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
 
     if chosen.parts == 1:  # CTAs, or clusters of two, that stay and take one head after another
         return [shape(kernel(chosen.form, bounded, gate_float), min(units, _workers(chosen, device)))]
-    main = shape(kernel("pair", bounded, gate_float), units * chosen.parts)  # all of them: some wait for others
-    seams = shape(SEAMS, tokens.value_heads, chosen.parts, segments.count)
-    if chosen.form == "handover":
-        return [seams, main]
     return [
-        seams,
-        shape(kernel("transition", bounded, gate_float), units * (chosen.parts - 1)),
-        shape(COMPOSE, _COMPOSE_BLOCKS, tokens.value_heads, segments.count),
-        main,
+        shape(SEAMS, tokens.value_heads, 2 * chosen.parts, segments.count),
+        shape(kernel("transition", bounded, gate_float), units * chosen.parts),
+        shape(kernel("part", bounded, gate_float), units * chosen.parts),
     ]
 
 
-def _constants(call: PrefillCall, out: Tensor, parts: int, ordered: bool, scheduled: bool, vectors: bool) -> Constants:
+def _constants(call: PrefillCall, parts: int, ordered: bool, scheduled: bool, vectors: bool) -> Constants:
     """`vectors`: two neighbouring elements of a state's row may be moved at once."""
-    tokens, segments, gate, beta = call.tokens, call.segments, call.tokens.gate, call.tokens.beta
+    tokens, segments, gate, beta, out = call.tokens, call.segments, call.tokens.gate, call.tokens.beta, call.out
     initial, final, checkpoint_pool = call.initial, call.final, call.checkpoint_pool
     read_slots, write_slots, has_initial = call.read_slots, call.write_slots, call.has_initial_state
     flags = {
@@ -255,19 +272,18 @@ def _has_dtype(tensor: Tensor | None, dtype: torch.dtype) -> bool:
     return tensor is not None and tensor.dtype is dtype
 
 
-def _tables(call: PrefillCall) -> list[Tensor | None]:
-    """The int32 tables of the segments and of the checkpoints."""
-    segments, checkpoints = call.segments, call.checkpoints
-    if checkpoints is None or call.checkpoint_pool is None:
-        return [segments.first_token, segments.length, None, None, None]
-    return [segments.first_token, segments.length, checkpoints.begin, checkpoints.offset, checkpoints.slot]
+def _has(call: PrefillCall, name: str) -> bool:
+    """Whether a call has the tensor `name`."""
+    owner, _, field = name.rpartition(".")
+    holder = operator.attrgetter(owner)(call) if owner else call
+    return holder is not None and getattr(holder, field) is not None
 
 
 def _pools(call: PrefillCall) -> tuple[Tensor | None, ...]:
     return call.initial, call.final, call.checkpoint_pool
 
 
-def _maps(call: PrefillCall, keep: list[Tensor | None]) -> bytes:
+def _maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
     tokens = call.tokens
     if tokens.count == 0:
         return b""
@@ -302,9 +318,3 @@ def _order(segments: Segments) -> bytes:
     if segments.host is None or not 1 < count <= ORDER_ENTRIES or segments.total == count * segments.max_length:
         return b""
     return np.argsort(-segments.host[1], kind="stable").astype(np.uint16).tobytes()
-
-
-def _scratch(call: PrefillCall, needed: int) -> Tensor:
-    if call.workspace is not None and call.workspace.shape[0] >= needed:
-        return call.workspace
-    return torch.empty(needed, dtype=torch.uint8, device=call.tokens.q.device)

@@ -15,7 +15,7 @@ ALIGNMENT = 16  # bytes; of the address and of every stride
 _BLOCK = 128  # bytes; the swizzle's width
 
 
-def tensor_map(tensor: Tensor, blocks: int, keep: list[Tensor | None]) -> bytes:
+def tensor_map(tensor: Tensor, blocks: int, keep: list[Tensor]) -> bytes:
     """The map of a tensor [T, heads, 128], bf16 or fp32; one copy moves 16 tokens of `blocks` blocks of 128 bytes.
 
     A tensor that the copy engine cannot read is copied first, and the copy appended to `keep`: it must outlive the
