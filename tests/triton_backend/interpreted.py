@@ -179,10 +179,14 @@ def test_decode(state_dtype: torch.dtype) -> None:
     assert torch.equal(pool[1].float(), starts[1])
 
 
-def test_both_forms_of_verification_agree_with_one_token_after_another() -> None:
-    """Three steps of drafts with changing accepted counts, 0 and too large ones among them."""
-    steps = [(1, 3), (2, 1), (9, 2)]  # accepted of the step before, tokens of this one
-    width = 4
+@pytest.mark.parametrize(
+    ("width", "steps"),  # accepted of the step before, tokens of this one
+    [(2, [(1, 2), (2, 1), (9, 2)]), (4, [(1, 3), (2, 1), (9, 2)]), (12, [(1, 12), (11, 9), (99, 2)])],
+)
+def test_both_forms_of_verification_agree_with_one_token_after_another(
+    width: int, steps: list[tuple[int, int]]
+) -> None:
+    """Three steps of drafts with changing accepted counts, 0 and too large ones among them, and chunks of 8 filled."""
     pool = torch.full((1 + width, 1, 64, 64), float("nan"))
     replayed = torch.full((1, 1, 64, 64), float("nan"))
     records = torch.full((1, width, 1, 192), float("nan"))

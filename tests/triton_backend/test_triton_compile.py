@@ -33,6 +33,8 @@ def launch_everything() -> None:
     BACKEND.decode(replace(call, pool=call.pool.to(torch.bfloat16)))
     BACKEND.verify(calls.verify(2, replay=False))
     BACKEND.verify(calls.verify(2, replay=True))
+    BACKEND.verify(calls.verify(2, replay=True, most=8))
+    BACKEND.verify(calls.verify(20, replay=True, most=4))
     BACKEND.commit(calls.commit(2))
     BACKEND.conv(calls.conv([150, 50]))
     BACKEND.conv(calls.conv([1, 1]))
@@ -47,6 +49,7 @@ KERNELS = {
     "compose_kernel",
     "step_kernel",
     "replay_kernel",
+    "chunk_kernel",
     "commit_kernel",
     "conv_kernel",
     "norm_kernel",
@@ -70,9 +73,10 @@ def test_every_kernel_compiles(name: str) -> None:
 def test_every_head_size_fits_the_smallest_shared_memory(
     name: str, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
-    call = calls.prefill([40], torch.bfloat16, key_dim=key_dim, value_dim=value_dim, dtype=dtype, gate="bounded")
+    options = {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "gate": "bounded"}
     with compiling(name) as kernels:
-        BACKEND.prefill(call)
+        BACKEND.prefill(calls.prefill([40], torch.bfloat16, **options))
+        BACKEND.verify(calls.verify(2, replay=True, most=8, **options))
     assert max(kernel.metadata.shared for kernel in kernels) <= TARGETS[name].shared
 
 
@@ -81,8 +85,9 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
         BACKEND.prefill(calls.prefill([64]))
         BACKEND.prefill(calls.prefill([4000]))  # long enough to be cut
         BACKEND.decode(calls.decode(1))
-        BACKEND.verify(calls.verify(1, replay=True))
-        BACKEND.verify(calls.verify(17, replay=True))  # so many programs that they are smaller
+        for batch in (1, 17):  # so many programs that they are smaller
+            BACKEND.verify(calls.verify(batch, replay=True))
+            BACKEND.verify(calls.verify(batch, replay=True, most=4))
         BACKEND.conv(calls.conv([64, 64]))
         warm = {id(kernel) for kernel in kernels}
         for lens in ([1], [65, 3], [700], [16] * 7):
@@ -90,6 +95,7 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
         for batch in (2, 3, 5, 17):
             BACKEND.decode(calls.decode(batch))
             BACKEND.verify(calls.verify(batch, replay=True))
+            BACKEND.verify(calls.verify(batch, replay=True, most=4))
         BACKEND.conv(calls.conv([17, 64, 5]))
     assert {id(kernel) for kernel in kernels} == warm
 

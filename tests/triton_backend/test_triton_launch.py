@@ -19,14 +19,14 @@ pytest.importorskip("triton", reason="needs the package triton", minversion="3.6
 import triton_calls as calls
 
 from rapidkda.backends import driver
-from rapidkda.backends.triton import TritonBackend, config, conv, launch, norm, plan, prefill, recurrent
+from rapidkda.backends.triton import TritonBackend, chunk, config, conv, launch, norm, plan, prefill, recurrent
 from rapidkda.device import Device
 
 BACKEND = TritonBackend()
 LAUNCHERS = [
     *(
         x
-        for module in (prefill, recurrent, conv, norm)
+        for module in (prefill, recurrent, chunk, conv, norm)
         for x in vars(module).values()
         if isinstance(x, launch.Launcher)
     ),
@@ -148,6 +148,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "decode without a gate": lambda: calls.decode(2, gate="log_decay"),
     "verify": lambda: calls.verify(2, replay=False),
     "verify by replay": lambda: calls.verify(2, replay=True),
+    "verify by replay of a chunk": lambda: calls.verify(2, replay=True, most=4),
     "commit": lambda: calls.commit(2),
     "conv": lambda: calls.conv([150, 50]),
     "conv of one token": lambda: calls.conv([1, 1]),

@@ -83,19 +83,20 @@ def decode(batch: int, **options: object) -> DecodeCall:
     return DecodeCall(inputs, Segments.equal(batch, 1), torch.zeros_like(inputs.v), pool, slots, slots, True, -1)
 
 
-def verify(batch: int, replay: bool) -> VerifyCall:
-    inputs = tokens(2 * batch)
-    pool = torch.zeros(2 * batch, 16, 128, 128)
-    slots = torch.arange(2 * batch, dtype=torch.int32)
-    records = torch.zeros(2 * batch, 2, 16, 384) if replay else None
+def verify(batch: int, replay: bool, most: int = 2, **options: object) -> VerifyCall:
+    """Requests of `most` tokens, which is also the most that one may have."""
+    inputs = tokens(most * batch, **options)  # type: ignore[arg-type]
+    pool = torch.zeros(most * batch, inputs.value_heads, inputs.value_dim, inputs.key_dim)
+    slots = torch.arange(most * batch, dtype=torch.int32)
+    width = 2 * inputs.key_dim + inputs.value_dim
     return VerifyCall(
         tokens=inputs,
-        segments=Segments.equal(batch, 2),
+        segments=Segments.equal(batch, most),
         out=torch.zeros_like(inputs.v),
         pool=pool,
-        slots=slots[:batch] if replay else slots.view(batch, 2),
+        slots=slots[:batch] if replay else slots.view(batch, most),
         accepted=torch.ones(batch, dtype=torch.int32),
-        records=records,
+        records=torch.zeros(most * batch, most, inputs.value_heads, width) if replay else None,
         state_v_first=True,
         pad_slot=-1,
     )

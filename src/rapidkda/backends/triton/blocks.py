@@ -48,6 +48,26 @@ def dot_fp32(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _tf32(x):
+    """x, to the nearest TF32 number."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def without_product(total, a, b, PRECISION: tl.constexpr):
+    """total - a @ b of finite float32 operands, to nearly float32. The three parts do not wait for each other, as they
+    would if they added up in one accumulator."""
+    if PRECISION == "tf32x3":
+        a_head, b_head = _tf32(a), _tf32(b)
+        total -= tl.dot(a_head, b - b_head, input_precision="tf32")
+        total -= tl.dot(a_head, b_head, input_precision="tf32")
+        total -= tl.dot(a - a_head, b_head, input_precision="tf32")
+    else:
+        total -= tl.dot(a, b, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """float32 to DTYPE, to nearest even. Triton's interpreter truncates to bfloat16, so there it is rounded first."""
     if INTERPRETED:

@@ -1,4 +1,5 @@
 """The token recurrence on pools: decode, speculative verification in both forms, and commit. One launch each.
+Replay of more than one draft is in chunk.py.
 
 A program owns VB value rows of one head of one request and keeps them in registers; the value rows of a state are
 independent. Only the replay form keeps all of them in one program, since all of them read the same records.
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
-from . import config, launch
+from . import chunk, config, launch
 from .blocks import L2_EPS, exp, gate_bias, log_decay, narrow, trips, usable, write_strength
 
 SIZES = ["pool_rows", "pad_slot", "positions", "group"]
@@ -68,10 +69,16 @@ def step_kernel(
     first_s, length_s, read_s, write_s, write_j, accepted_s, pool_s,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, V_FIRST: tl.constexpr, VERIFY: tl.constexpr, EVICT: tl.constexpr, WRITE: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Decode (one token, read and write slots) or slot-per-position verification (VERIFY). Grid (N * V / VB, HV)."""
-    n = (tl.program_id(0) // (V // VB)).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
+    """Decode (one token, read and write slots) or slot-per-position verification (VERIFY). Grid (N * V / VB, HV), or
+    with all HEADS of a request side by side, (N * HEADS * V / VB)."""
+    if HEADS == 0:
+        n = (tl.program_id(0) // (V // VB)).to(tl.int64)
+        head = tl.program_id(1).to(tl.int64)
+    else:
+        n = (tl.program_id(0) // (V // VB * HEADS)).to(tl.int64)
+        head = (tl.program_id(0) // (V // VB) % HEADS).to(tl.int64)
     rows = (tl.program_id(0) % (V // VB)) * VB + tl.arange(0, VB)
     channels = tl.arange(0, K)
     count = tl.load(p_length + n * length_s)
@@ -235,11 +242,15 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
     tokens, segments, pool = call.tokens, call.segments, call.pool
     block = value_block(tokens.key_dim, tokens.value_dim, pool.dtype)
     positions = 1 if accepted is None else read.shape[1]
-    # Measured on an H200: states in bfloat16 gain from leaving the cache at once, those in float32 lose.
-    caching = ("", "") if pool.dtype == torch.float32 else ("evict_first", ".cs")
+    # Measured on an H200: states in bfloat16 gain from leaving the cache at once, those in float32 lose. Decode of the
+    # latter gains from heads of a request side by side, that of the former loses.
+    wide = pool.dtype == torch.float32
+    caching = ("", "") if wide else ("evict_first", ".cs")
+    heads = tokens.value_heads if wide and accepted is None else 0
+    blocks = segments.count * (tokens.value_dim // block)
     return _steps.bind(
         pool.device,
-        (segments.count * (tokens.value_dim // block), tokens.value_heads, 1),
+        (blocks * heads, 1, 1) if heads else (blocks, tokens.value_heads, 1),
         (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
         (
             *launch.strides(tokens),
@@ -252,7 +263,7 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
             launch.stride(accepted),
             pool.stride(0),
         ),
-        (*launch.constants(tokens), block, call.state_v_first, accepted is not None, *caching),
+        (*launch.constants(tokens), block, call.state_v_first, accepted is not None, *caching, heads),
         num_warps=1,
     )
 
@@ -272,6 +283,8 @@ def _run_replay(call: VerifyCall, records: Tensor) -> None:
 def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, launch.Launch]:
     """The launch of this call, and that of a call with another batch: few programs get more warps and all value rows at
     once, many get two warps that take them in turns."""
+    if records.shape[1] > 2:
+        return chunk.bind(call, records)
     tokens, segments, pool = call.tokens, call.segments, call.pool
 
     def bind(elements: int, warps: int) -> launch.Launch:
