@@ -18,9 +18,10 @@ import rapidkda
 from rapidkda import Checkpoints, Segments
 from rapidkda.backends import driver
 from rapidkda.backends.cuda import CudaBackend, compiler
-from rapidkda.backends.cuda.host import params, prefill, tensor_map
+from rapidkda.backends.cuda.host import neighbours, params, prefill, tensor_map
 from rapidkda.backends.cuda.host.plan import Plan
 from rapidkda.ops import kinds
+from rapidkda.problem import FusedConv, FusedNorm
 
 HEADS = 2
 LENGTHS = ([40, 24], [24, 40], [64], [32, 32], [16, 16, 16, 16], [24, 16, 24])
@@ -72,10 +73,10 @@ class Driver:
         )
         return 0
 
-    def encode(self, address: int, shape: Any, strides: Any, is_float: bool, blocks: int) -> bytes | None:
+    def encode(self, address: int, shape: Any, strides: Any, is_float: bool, blocks: int, rows: int) -> bytes | None:
         if address % 16 or any(stride % 8 for stride in strides[:2]):
             return None
-        about = self.given.get(address, "new"), tuple(shape), strides[:2], is_float, blocks
+        about = self.given.get(address, "new"), tuple(shape), strides[:2], is_float, blocks, rows
         return repr(about).encode().ljust(128)[:128]
 
 
@@ -291,6 +292,45 @@ def test_fields_are_filled_in_their_order(fake: Driver) -> None:
     assert len(fake.given) == len(named)
     prefill.run(call)
     assert fake.launched[0][7] == [*named, *["absent"] * 3]
+
+
+def test_fields_of_neighbours_are_filled_in_their_order(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(PLAIN | {"lengths": [40, 24]})
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaBackend, "prefill", lambda self, call: calls.append(call))
+        rapidkda.prefill(**given)
+    call = calls[0]
+    x = tensor(64, 3 * HEADS * 128)
+    pool = torch.zeros(9, 3, 3 * HEADS * 128, dtype=torch.bfloat16)
+    rows = torch.zeros(2, dtype=torch.int32)
+    weight = tensor(3 * HEADS * 128, 4, dtype=torch.float32)
+    call.conv = FusedConv(x, weight, pool, True, rows, rows + 1, pool.clone())
+    call.norm = FusedNorm(tensor(64, HEADS, 128), torch.zeros(128), 1e-5, "sigmoid")
+    fields = ("x", "weight", "pool", "checkpoint_pool", "read_slots", "accepted")
+    values = [*(getattr(call.conv, name) for name in fields), call.norm.weight]
+    fake.given = {value.data_ptr(): name for value, name in zip(values, (*fields, "norm"), strict=True)}
+    seen = []
+    maps_of_the_first = prefill._maps(call, [])
+
+    def launch(configuration_at: int, function: int, pointers_at: int, extra: None) -> int:
+        first, second = (ctypes.c_void_p * 2).from_address(pointers_at)
+        assert first is not None
+        assert second is not None
+        assert first - second == neighbours.SIZE
+        seen.append(ctypes.string_at(second, neighbours.SIZE))
+        assert ctypes.string_at(first, 512) == maps_of_the_first
+        assert ctypes.c_uint64.from_address(first + 512).value == call.tokens.beta.data_ptr()
+        return 0
+
+    monkeypatch.setattr(driver, "_entry", lambda name: launch)
+    prefill.run(call)
+    assert len(seen) == 2  # the prefill, the histories
+    assert seen[0] == seen[1]
+    addresses = struct.unpack_from("<7Q", seen[0], neighbours.MAPS_AT + 512)
+    assert [fake.given.get(address, "new") for address in addresses] == [*fields, "norm"]
+    maps = [seen[0][at : at + 128].decode().strip() for at in range(128, 640, 128)]
+    assert [text.rsplit(", ", 2)[1:] for text in maps] == [*[["2", "3)"]] * 3, ["2", "16)"]]
 
 
 def test_a_failed_launch_is_told_by_the_name_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

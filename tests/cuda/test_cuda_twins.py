@@ -6,7 +6,7 @@ import re
 import struct
 
 from rapidkda.backends.cuda import compiler
-from rapidkda.backends.cuda.host import params, schedule
+from rapidkda.backends.cuda.host import neighbours, params, schedule
 from rapidkda.backends.cuda.host.params import ADDRESSES, Constants, Flags
 
 HEADER = (compiler.SOURCES / "params.cuh").read_text()
@@ -64,3 +64,32 @@ def test_the_packed_struct_has_the_size_that_the_header_asserts() -> None:
     assert share is not None
     assert share[1].split() == ["u16", "segment,", "head;", "u8", "first,", "workers;", "u16", "reserved;"]
     assert schedule._SHARE.format == "<HHBBH"
+
+
+def test_the_second_struct_has_the_fields_that_the_host_packs() -> None:
+    header = (compiler.SOURCES / "neighbours.cuh").read_text()
+    flags = {name: 1 << int(bit) for name, bit in re.findall(r"k(\w+) = 1u << (\d+)", header)}
+    host = {name.replace("_", "").lower(): value for name, value in vars(neighbours.Flags).items() if name.isupper()}
+    assert host == {name.lower(): value for name, value in flags.items()}
+    body = re.search(r"struct Neighbours \{(.*?)\n\};", header, re.DOTALL)
+    assert body is not None
+    kinds = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
+    constants = maps = addresses = ""
+    for declaration in re.sub(r"//[^\n]*", "", body[1]).split(";"):
+        words = declaration.split()
+        if not words:
+            continue
+        count = declaration.count(",") + 1
+        if "*" in declaration:
+            addresses += "Q"
+        elif words[0] == "TensorMap":
+            maps += "m" * count
+        else:
+            constants += kinds[words[0]] * count
+    assert neighbours._CONSTANTS.format == "<" + _packed(list(constants))
+    assert neighbours._CONSTANTS.size <= neighbours.MAPS_AT
+    assert neighbours.layout([True] * len(addresses)).startswith("512s" + addresses)
+    assert struct.calcsize("<" + neighbours.layout([False] * len(addresses))) == neighbours.SIZE - neighbours.MAPS_AT
+    assert len(maps) == 4
+    assert neighbours.SIZE - 64 < neighbours.MAPS_AT + 512 + 8 * len(addresses) <= neighbours.SIZE
+    assert f"sizeof(Neighbours) == {neighbours.SIZE}" in header

@@ -35,7 +35,8 @@ class Launches:
         shapes: the kernels.
         parameters: their values as the kernels read them, with the addresses left open.
         offsets: where each parameter starts.
-        addresses: layout of what every call packs at the start of the parameters.
+        addresses: layout of what every call packs into the parameters.
+        start: where it packs it.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class Launches:
         parameters: bytes,
         offsets: Sequence[int],
         addresses: struct.Struct,
+        start: int = 0,
     ):
         self._device = device
         self._shapes = tuple(shapes)
         self._parameters = parameters
         self._offsets = tuple(offsets)
         self._pack_into = addresses.pack_into
+        self._start = start
         self._launch = _entry("cuLaunchKernelEx")
         # The driver copies what it reads, so a few frames in turn serve any number of launches. One in use is never
         # taken a second time, whatever thread asks.
@@ -62,7 +65,7 @@ class Launches:
             frame = self._free.pop()
         except IndexError:
             frame = _Frame(self._shapes, self._parameters, self._offsets)
-        self._pack_into(frame.parameters, 0, *addresses)
+        self._pack_into(frame.parameters, self._start, *addresses)
         if frame.stream != stream:
             frame.put_on(stream)
         launch, pointers = self._launch, frame.pointers_at

@@ -1,5 +1,6 @@
 """CUDA C++ kernels for compute capability 9.0, compiled at run time. Only prefill: decode, verification, convolution
-and norm are bound by memory and launch, where the Triton kernels are already at the floor of the state's bytes.
+and norm by themselves are bound by memory and launch, where the Triton kernels are already at the floor of their bytes.
+A prefill takes the convolution before it and the norm after it on where that is faster.
 
 Importing this folder needs none of the packages that the kernels are compiled and launched with.
 """
@@ -53,6 +54,12 @@ class CudaBackend:
     def prefill(self, call: PrefillCall) -> None:
         """See `rapidkda.backends.base.Backend`."""
         _run()(call)
+
+    def unfused(self, call: PrefillCall) -> dict[str, list[str]]:
+        """See `rapidkda.backends.base.FusingBackend`."""
+        from .host.fuse import unfused
+
+        return unfused(call)
 
     def decode(self, call: DecodeCall) -> None:
         raise NotImplementedError("the cuda backend has no decode kernel; unmet() says so")

@@ -26,12 +26,16 @@ struct Stage {
 };
 
 // kParts: runs are parts of segments, some of which start from nothing (seams.cu).
-template <Form kForm_, bool kBounded_, bool kGateFloat_, bool kParts_>
+template <Form kForm_, bool kBounded_, bool kGateFloat_, bool kParts_, bool kConvolves_ = false, bool kNorms_ = false>
 struct Config {
     static constexpr Form kForm = kForm_;
     static constexpr bool kBounded = kBounded_;      // bounded gate; else any log decay
     static constexpr bool kGateFloat = kGateFloat_;  // g is fp32, else bf16
     static constexpr bool kParts = kParts_;
+    static constexpr bool kConvolves = kConvolves_;  // q, k, v come before their convolution: convolution.cuh
+    static constexpr bool kNorms = kNorms_;          // outputs pass the gated norm: epilogue.cuh
+    static_assert(kForm == Form::kWhole || !kNorms, "one CTA has all of a head's channels");
+    static_assert(!kParts || !kConvolves);
     static constexpr bool kCluster = kForm != Form::kWhole;
     static constexpr bool kOutputs = kForm != Form::kTransition;
     static constexpr int kWarpgroups = kForm == Form::kPair ? 1 : 2;  // consumers, 64 state rows each
@@ -56,23 +60,31 @@ struct Config {
     static constexpr int kStageBytes = Stage::v + (kForm == Form::kPair ? 2048 : 4096);
 
     static constexpr int kGateTile = kGateFloat ? 8192 : 4096;
-    static constexpr int kRaw = 8192 + kGateTile;        // q, k, g of one chunk
+    static constexpr int raw_v = 8192 + kGateTile;       // within a slot, where the kernel convolves
+    static constexpr int raw_before = raw_v + 4096;      // [q, k, v][2 halves][3 rows before the chunk][128 B]
+    static constexpr int kRawBytes = kConvolves ? raw_before + 3 * 768 : raw_v;  // q, k, g of one chunk
+    static constexpr int kRaw = (kRawBytes + 1023) / 1024 * 1024;
     static constexpr int kScratch = 1536;                // of a producer group, see solve.cuh
-    static constexpr int kStaging = kOutputs ? 512 : 0;  // of a consumer warp: its 16x16 output tile
-    static constexpr int kSlots = kCluster ? kGroups : 2 * kGroups;  // raw tiles in flight
+    static constexpr int kStaging = kOutputs && !kNorms ? 512 : 0;  // of a consumer warp: its 16x16 output tile
+    // Raw tiles in flight.
+    static constexpr int kSlots =
+        kCluster ? kGroups : 2 * kGroups - 2 * kConvolves - (kGateFloat && (kConvolves || kNorms));
 
     // With one slot a group, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may
-    // not lie over g. fp32 g leaves no room.
-    static constexpr bool kEarlyReload = kCluster && !kGateFloat;
+    // not lie over g. fp32 g, or what a convolution reads, leaves no room.
+    static constexpr bool kEarlyReload = kCluster && !kGateFloat && !kConvolves;
 
     static constexpr int stages = 0;
     static constexpr int raw = stages + kStages * kStageBytes;
-    static constexpr int inverse = raw + kSlots * kRaw;
+    static constexpr int z = raw + kSlots * kRaw;  // of the chunk whose output waits in a group's stage
+    static constexpr int inverse = z + (kNorms ? kGroups * 4096 : 0);
     static constexpr int scratch = inverse + (kEarlyReload ? kGroups * 4096 : 0);
     static constexpr int staging = scratch + kGroups * kScratch;
-    static constexpr int full = staging + kWarpgroups * 4 * kStaging;  // barriers: stage ready
+    static constexpr int norm_weight = staging + kWarpgroups * 4 * kStaging;  // fp32 [128]
+    static constexpr int full = norm_weight + (kNorms ? 512 : 0);            // barriers: stage ready
     static constexpr int empty = full + 8 * kStages;                   // stage free
     static constexpr int raw_full = empty + 8 * kStages;               // raw tiles landed
-    static constexpr int kBytes = raw_full + 8 * kSlots + 1024;  // 1024: room to align the base
+    static constexpr int z_full = raw_full + 8 * kSlots;               // a group's z landed
+    static constexpr int kBytes = z_full + 8 * kGroups * kNorms + 1024;  // 1024: room to align the base
     static_assert(kBytes <= 232448 - 1024, "shared memory of an SM, less what the driver and static variables take");
 };

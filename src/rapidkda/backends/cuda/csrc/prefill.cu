@@ -4,12 +4,13 @@
 // warpgroups run the recurrence with the state in registers; producer warps turn raw q, k, v, g, beta of later chunks
 // into its operands. Inputs are read from global memory once and outputs written once.
 //
-// Compiled with KDA_FORM, KDA_BOUNDED and KDA_GATE_FLOAT defined; `launch_info` tells the host how to launch the
-// result.
+// Compiled with KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT, KDA_CONVOLVES and KDA_NORMS defined; `launch_info` tells the
+// host how to launch the result.
 #include "prepare.cuh"
 #include "recurrence.cuh"
 
-using Kernel = PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT, KDA_PARTS>;
+using Kernel =
+    PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT, KDA_PARTS, KDA_CONVOLVES, KDA_NORMS>;
 // Where a head forgets at every seam, the two CTAs of a cluster share a part by time instead of V: less work in all.
 constexpr bool kEitherWay = Kernel::kForm == Form::kPair && KDA_PARTS;
 using Half = PrefillConfig<Form::kWhole, KDA_BOUNDED, KDA_GATE_FLOAT, true>;
@@ -37,7 +38,7 @@ DEVICE void write_zeros(const Params& p, const Work& w, u32 rank) {
 }
 
 template <class C>
-DEVICE void run(const Params& p) {
+DEVICE void run(const Params& p, const Neighbours& b) {
     extern __shared__ u8 dynamic_shared[];
     const u32 shared = (shared_address(dynamic_shared) + 1023) & ~1023u;
     const int thread = threadIdx.x, lane = thread & 31;
@@ -51,6 +52,9 @@ DEVICE void run(const Params& p) {
     // costs the main loops no registers.
     __shared__ Work works[C::kThreads / 32];
     Work& w = works[warp_index];
+    __shared__ Output outputs[C::kNorms ? C::kThreads / 32 : 1];  // likewise
+    Output& output = outputs[C::kNorms ? warp_index : 0];
+    if (C::kNorms && lane == 0) output.rows = 0;
     constexpr int kCtas = Kernel::kCluster ? 2 : 1;  // of a worker
     const int workers = gridDim.x / kCtas, worker = blockIdx.x / kCtas;
     int place = 0;
@@ -60,20 +64,26 @@ DEVICE void run(const Params& p) {
         const int unit = next_unit(p, worker, workers, units, place);
         if (unit < 0) return kNoMore;
         __syncwarp();
-        if (lane == 0) w = find_work(p, unit, half, !kTransitions);
+        if (lane == 0) {
+            w = find_work(p, unit, half, !kTransitions);
+            if (C::kConvolves && b.conv_pool) w.padding |= history_slot(p, b, w.segment) < 0;
+        }
         __syncwarp();
         return __shfl_sync(kAllLanes, w.padding ? kPadding : w.chunks, 0);
     };
     if (thread == 0) {
         for (int i = 0; i < C::kStages; i++) {
             const bool from_peer = C::kCluster && (i & 1) != rank;
-            barrier_init(shared + C::full + 8 * i, from_peer ? 1 : 1 + 2 * kWarpArrivals);
+            barrier_init(shared + C::full + 8 * i, from_peer ? 1 : !C::kConvolves + 2 * kWarpArrivals);
             barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals * (C::kCluster ? 2 : 1));
         }
         for (int i = 0; i < C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
+        if constexpr (C::kNorms)
+            for (int i = 0; i < C::kGroups; i++) barrier_init(shared + C::z_full + 8 * i, 1);
         barrier_init_fence();
         fence_async_proxy();
     }
+    if (C::kNorms && thread < 128) store_shared_float(shared + C::norm_weight + thread * 4, b.norm_weight[thread]);
     __syncthreads();
     if constexpr (C::kCluster) cluster_barrier();
 
@@ -84,8 +94,10 @@ DEVICE void run(const Params& p) {
             if (C::kOutputs && w.has_initial && !p.starts)  // the consumers will want it when they come here
                 prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128),
                                p.flags & kInitialFloat, thread - C::kFirstProducer, C::kThreads - C::kFirstProducer);
-            prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base);
+            prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
         }
+        if constexpr (C::kNorms)
+            norm_last_output<C>(p, b, shared, warp_index - C::kFirstProducer / 32, lane, output);
     } else if (warp_index >= C::kConsumers / 32) {
         release_registers<C::kIdleRegisters>();
     } else {
@@ -107,15 +119,20 @@ extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
 #if KDA_CLUSTER
     __cluster_dims__(2, 1, 1)
 #endif
+#if KDA_CONVOLVES || KDA_NORMS
+    prefill(const __grid_constant__ Params p, const __grid_constant__ Neighbours b) {
+#else
     prefill(const __grid_constant__ Params p) {
+    constexpr Neighbours b{};
+#endif
     if (p.tokens > 0 && threadIdx.x < 4) prefetch_map(&p.q + threadIdx.x);
     if constexpr (kTransitions || kEitherWay) {
         const int index = blockIdx.x / 2, part = index / p.value_heads % p.parts;
         const int segment = segment_at(p, index / p.value_heads / p.parts);
         const bool forgets = forgets_everywhere(p, segment, index % p.value_heads, fresh_lane());
         if (kTransitions && forgets) return;
-        if (kTransitions && part == 0) return run<First>(p);
-        if (kEitherWay && forgets) return run<Half>(p);
+        if (kTransitions && part == 0) return run<First>(p, b);
+        if (kEitherWay && forgets) return run<Half>(p, b);
     }
-    run<Kernel>(p);
+    run<Kernel>(p, b);
 }

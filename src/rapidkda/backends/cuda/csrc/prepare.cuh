@@ -12,13 +12,15 @@
 // the warps give and take of their products, `chunk_done` before the raw slot is filled again and, in a cluster, the
 // stage is copied.
 #pragma once
+#include "convolution.cuh"
+#include "epilogue.cuh"
 #include "gate.cuh"
 #include "products.cuh"
 #include "row_scale.cuh"
 #include "work.cuh"
 
-template <Form kForm, bool kBounded, bool kGateFloat, bool kParts>
-struct PrefillConfig : Config<kForm, kBounded, kGateFloat, kParts> {
+template <Form kForm, bool kBounded, bool kGateFloat, bool kParts, bool kConvolves = false, bool kNorms = false>
+struct PrefillConfig : Config<kForm, kBounded, kGateFloat, kParts, kConvolves, kNorms> {
     using Gate = typename Select<kBounded, BoundedGate, UnboundedGate>::Type;
 };
 
@@ -128,7 +130,7 @@ DEVICE void accumulate_decays(float* x, const GateChannels& gate, bool raw_gate)
 
 template <class C>
 DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank, int n,
-                           int base) {
+                           int base, const Neighbours& b, Output& output) {
     const int group = warp_index >> 1, warp = warp_index & 1;
     const int query_head = w.head / p.group;
     constexpr int kCtas = C::kCluster ? 2 : 1, kStep = C::kGroups * kCtas;  // chunks between two of this group
@@ -143,10 +145,11 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const int slot = (base + i) / kCtas % C::kSlots, token = w.first_token + i * kChunk;
         const u32 to = shared + C::raw + slot * C::kRaw, bar = shared + C::raw_full + 8 * slot;
         if (lane != 0) return barrier_arrive(bar);
-        barrier_expect(bar, C::kRaw);
+        barrier_expect(bar, C::kRawBytes);
         copy_tile(to, &p.q, token, 0, query_head, bar);
         copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
         copy_tile(to + 8192, &p.g, token, 0, w.head, bar);
+        if constexpr (C::kConvolves) load_before<C>(p, b, to, token, query_head, w.head, bar);
     };
     constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
     meet(exchange, 64);                        // both warps have left the raw tiles of the run before
@@ -170,10 +173,14 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const float beta = solver && lane < rows ? decode_beta(p, beta_bits) : 0.f;
         if (!solver && lane < 16) beta_bits = load_beta(p, w, (i + kStep) * kChunk + lane);  // the next solver
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
-        if (rows < kChunk) {
-            blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
-            meet(exchange, 64);  // each warp blanks its half of the channels, and scales need both
+        if constexpr (C::kConvolves) {
+            if (i == 0 && w.first_chunk == 0) write_history<C>(p, b, w, raw, query_head, warp, lane);
+            convolve_chunk<C>(p, b, raw, query_head, w.head, warp, lane);
+            __syncwarp();
         }
+        if (rows < kChunk) blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
+        // Each warp writes its half of the channels, and scales need both.
+        if (C::kConvolves || rows < kChunk) meet(exchange, 64);
         const bool l2norm = p.flags & kL2Norm;
         if (!solver)
             write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
@@ -185,7 +192,17 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         accumulate_decays<C>(decay, gate, p.flags & kRawGate);
 
         barrier_wait(empty, (((base + i) / C::kStages) & 1) ^ 1);
-        if (!solver && lane == 0) load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
+        if constexpr (C::kNorms) {
+            norm_output<C>(p, b, shared, group, warp, lane, output);  // of the chunk that was in this stage
+            fence_async_proxy();
+            meet(exchange, 64);
+            if (lane == 0) output = Output{w.first_token + i * kChunk, rows, w.head, turn};
+            if (!solver && lane == 0) load_z<C>(b, shared, group, w.first_token + i * kChunk, w.head);
+        }
+        if constexpr (C::kConvolves)
+            hand_values_over<C>(raw, stage, full, rank, warp, lane, !solver);
+        else if (!solver && lane == 0)
+            load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
         __syncwarp();  // the scales are written by other lanes
         if (lane < 16 && (!solver || !l2norm))
             store_shared_float(stage + Stage::row_scale + (solver ? 0 : 64) + lane * 4,

@@ -132,8 +132,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
     // back as rows, 16 bytes a lane, and stored; `rows` of the 16 exist.
     Words4 row_piece;
-    auto stage_output = [&]() {
-        store_matrix_transposed(staging + small_lane, output);
+    auto stage_output = [&](u32 tile) {  // or, for the norm, over V of its chunk: this warp's own columns
+        store_matrix_transposed(C::kNorms ? tile + v_lane : staging + small_lane, output);
         __syncwarp();
     };
     auto read_output = [&]() { row_piece = load_shared_words4(staging_read); };
@@ -160,7 +160,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
     };
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
-        const bool has_output = C::kOutputs && writes;
+        const bool has_output = C::kOutputs && !C::kNorms && writes;
         if (has_output) out += kChunk * p.out_token_stride;
         u32 state_bf16[32];
 #pragma unroll
@@ -252,7 +252,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         wgmma_f16_n128(state, u, kr);
         wgmma_f16_n128(state, u_low, kr);
         wgmma_commit();
-        const u32 empty = full + C::empty - C::full;
+        const u32 empty = full + C::empty - C::full, this_stage = stage;
         stage += C::kStageBytes;
         full += 8;
         if (++stage_index == C::kStages) {
@@ -270,7 +270,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                 output[t] = pack_bf16(range.out * fmaf(y.x, products[8 + 2 * t], o[2 * t] + o_low[2 * t]),
                                       range.out * fmaf(y.y, products[9 + 2 * t], o[2 * t + 1] + o_low[2 * t + 1]));
             }
-            stage_output();
+            stage_output(this_stage);
         }
         wgmma_wait<0>();
         if (arrives(lane)) {
@@ -300,7 +300,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             find_checkpoint();
         }
     }
-    if (C::kOutputs && n > warm_up) {
+    if (C::kOutputs && !C::kNorms && n > warm_up) {
         out += kChunk * p.out_token_stride;
         read_output();
         write_output(w.rows - (n - 1) * kChunk);

@@ -31,6 +31,9 @@ DEVICE Words4 load_shared_words4(u32 a) {
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a));
     return r;
 }
+DEVICE void store_shared_words4(u32 a, Words4 v) {
+    asm volatile("st.shared.v4.b32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
 DEVICE void store_shared(u32 a, u32 v) { asm volatile("st.shared.b32 [%0],%1;" ::"r"(a), "r"(v)); }
 DEVICE void store_shared_float(u32 a, float v) { store_shared(a, __float_as_uint(v)); }
 DEVICE void store_shared_pair(u32 a, float x, float y) {

@@ -90,9 +90,9 @@ _CONSTANTS = struct.Struct("<10q9iI3fi128s768s")
 _MAPS = "512s"
 
 
-def addresses(present: Sequence[bool]) -> struct.Struct:
-    """Layout of the tensor maps and of those addresses that are present; the others are packed as 0."""
-    return struct.Struct(f"<{_MAPS}{''.join('Q' if here else '8x' for here in present)}")
+def addresses(present: Sequence[bool], before: str = "") -> struct.Struct:
+    """Layout of the tensor maps and of those addresses that are present, after `before`; the others are packed as 0."""
+    return struct.Struct(f"<{before}{_MAPS}{''.join('Q' if here else '8x' for here in present)}")
 
 
 def pack(constants: Constants, order: bytes, shares: bytes) -> bytes:

@@ -14,6 +14,7 @@ the geometric mean of what it costs where all is forgotten and where nothing is.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,18 @@ PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.70
 PARALLEL_START_US, PART_US, TRANSITION_US, APPLY_US = 37.0, 0.75, 0.84, 12.2
 # The same launches where all is forgotten, a chunk of a share, and the most chunks that it begins early.
 FORGETTING_START_US, SHARE_US, WARM_UP_CHUNKS = 48.0, 1.18, 5
+
+# What a neighbour adds to a chunk, where the form can take it on; and what one costs by itself: a launch, and the bytes
+# of its rows at the rate that they reach.
+Neighbour = Literal["conv", "norm"]
+FUSED_US: dict[FormName, dict[Neighbour, float]] = {
+    "whole": {"conv": 0.54, "norm": 0.21},
+    "pair": {"conv": 0.31},
+    "parallel": {},
+}
+HISTORY_US = 2.5  # the launch that stores what a fused convolution leaves behind
+NEIGHBOUR_START_US = 3.0
+CONV_BYTES_US, NORM_BYTES_US = 2.9e6, 3.6e6
 
 
 @dataclass(frozen=True)
@@ -61,22 +74,38 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_prefill(segments: int, total_chunks: int, longest_chunks: int, value_heads: int, sms: int) -> Plan:
+def plan_prefill(
+    segments: int,
+    total_chunks: int,
+    longest_chunks: int,
+    value_heads: int,
+    sms: int,
+    fused: tuple[Neighbour, ...] = (),
+    clusters: bool = True,
+) -> Plan:
     """Choose the form for `segments` sequences of `value_heads` heads.
 
     Args:
         total_chunks: chunks of 16 tokens in all segments together (segments x longest when only a bound is known).
         longest_chunks: chunks of the longest segment.
         sms: multiprocessors of the device.
+        fused: neighbours that the form has to take on.
+        clusters: whether a form of clusters may do so.
     """
     chains = segments * value_heads
+    sizes = (segments, value_heads, total_chunks, longest_chunks)
+    start_us = HISTORY_US * ("conv" in fused)
+    whole_us = WHOLE_US + sum(FUSED_US["whole"][name] for name in fused)
     costs: dict[tuple[FormName, int], float] = {
-        ("whole", 1): WHOLE_START_US
-        + _serial(segments, value_heads, total_chunks, longest_chunks, sms, WHOLE_SWITCH_US, WHOLE_US),
-        ("pair", 1): PAIR_START_US
-        + _serial(segments, value_heads, total_chunks, longest_chunks, sms // 2, PAIR_SWITCH_US, PAIR_US),
+        ("whole", 1): WHOLE_START_US + start_us + _serial(*sizes, sms, WHOLE_SWITCH_US, whole_us)
     }
-    for parts in range(2, MAX_PARTS + 1):
+    able = [
+        form for form, known in FUSED_US.items() if all(name in known for name in fused) and (clusters or not fused)
+    ]
+    if "pair" in able:
+        pair_us = PAIR_US + sum(FUSED_US["pair"][name] for name in fused)
+        costs["pair", 1] = PAIR_START_US + start_us + _serial(*sizes, sms // 2, PAIR_SWITCH_US, pair_us)
+    for parts in range(2, MAX_PARTS + 1) if "parallel" in able else ():
         if 2 * chains * parts <= sms:
             each = longest_chunks / (parts + TRANSITION_US / PART_US)
             costs["parallel", parts] = PARALLEL_START_US + each * (TRANSITION_US + PART_US) + APPLY_US * (parts - 1)
@@ -90,6 +119,31 @@ def _forgetting_us(cost: tuple[tuple[FormName, int], float], longest: int) -> fl
     """Time of a form where all heads forget; `cost`: its time where none does."""
     (form, parts), us = cost
     return us if form != "parallel" else FORGETTING_START_US + (longest / (2 * parts) + WARM_UP_CHUNKS) * SHARE_US
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_neighbours(
+    segments: int,
+    total_chunks: int,
+    longest_chunks: int,
+    value_heads: int,
+    sms: int,
+    moved: tuple[tuple[Neighbour, int], ...],
+    clusters: bool,
+) -> tuple[tuple[Neighbour, ...], dict[tuple[Neighbour, ...], float]]:
+    """Which neighbours the prefill takes on, and microseconds of the layer for every set of them.
+
+    Args:
+        moved: bytes that each neighbour that can be taken on moves by itself.
+    """
+    rates = {"conv": CONV_BYTES_US, "norm": NORM_BYTES_US}
+    alone = {name: NEIGHBOUR_START_US + count / rates[name] for name, count in moved}
+    costs: dict[tuple[Neighbour, ...], float] = {}
+    for count in range(len(alone) + 1):
+        for fused in itertools.combinations(alone, count):
+            plan = plan_prefill(segments, total_chunks, longest_chunks, value_heads, sms, fused, clusters)
+            costs[fused] = plan.predicted_us + sum(us for name, us in alone.items() if name not in fused)
+    return min(costs, key=lambda fused: costs[fused]), costs
 
 
 def _serial(

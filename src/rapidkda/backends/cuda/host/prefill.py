@@ -17,12 +17,14 @@ from ....segments import Segments
 from ...driver import Launches, Shape
 from .. import compiler
 from ..compiler import KernelSource
-from . import params, schedule
+from . import neighbours, params, schedule
 from .params import ORDER_ENTRIES, Constants, Flags
-from .plan import CHUNK, SEAM_BYTES, STATE_BYTES, Plan, plan_prefill, scratch_bytes
+from .plan import CHUNK, SEAM_BYTES, STATE_BYTES, Neighbour, Plan, plan_prefill, scratch_bytes
 from .tensor_map import ALIGNMENT, tensor_map
 
 SEAMS = KernelSource("seams.cu", "seams")
+HISTORY = KernelSource("history.cu", "history")
+_HISTORY_CHANNELS = 256  # of a block
 _MOST_MAPS = 64  # sets of tensor maps that a kind of call keeps
 
 # Where a call has the tensors whose addresses a launch needs: first those that are read through tensor maps, then the
@@ -51,8 +53,8 @@ _FORMS = {
 
 
 @functools.cache
-def kernel(form: str, bounded: bool, gate_float: bool) -> KernelSource:
-    """The prefill kernel of a form (`whole`, `pair`, `part`, `transition`), gate kind and dtype of g."""
+def kernel(form: str, bounded: bool, gate_float: bool, convolves: bool = False, norms: bool = False) -> KernelSource:
+    """The prefill kernel of a form (`whole`, `pair`, `part`, `transition`), gate kind, dtype of g, what it fuses."""
     name, cluster, parts = _FORMS[form]
     macros = {
         "KDA_FORM": name,
@@ -60,6 +62,8 @@ def kernel(form: str, bounded: bool, gate_float: bool) -> KernelSource:
         "KDA_CLUSTER": str(int(cluster)),
         "KDA_BOUNDED": str(bounded).lower(),
         "KDA_GATE_FLOAT": str(gate_float).lower(),
+        "KDA_CONVOLVES": str(convolves).lower(),
+        "KDA_NORMS": str(norms).lower(),
     }
     if env.racecheck():
         macros["KDA_EVERY_LANE_ARRIVES"] = "1"
@@ -68,17 +72,37 @@ def kernel(form: str, bounded: bool, gate_float: bool) -> KernelSource:
 
 def kernels() -> list[KernelSource]:
     """Every kernel that a prefill call can need."""
-    return [*itertools.starmap(kernel, itertools.product(_FORMS, (True, False), (True, False))), SEAMS]
+    either = (True, False)
+    return [
+        *itertools.starmap(kernel, itertools.product(_FORMS, either, either)),
+        *itertools.starmap(kernel, itertools.product(["whole"], either, either, [True], either)),
+        *itertools.starmap(kernel, itertools.product(["whole"], either, either, [False], [True])),
+        *itertools.starmap(kernel, itertools.product(["pair"], either, [False], [True])),
+        SEAMS,
+        HISTORY,
+    ]
 
 
 def plan(call: PrefillCall, sms: int) -> Plan:
-    """The form that the cost model chooses for a call."""
+    """The form that the cost model chooses for a call. Neighbours are given where they are taken on: see fuse.py."""
+    given: list[tuple[Neighbour, object]] = [("conv", call.conv), ("norm", call.norm)]
+    fused = tuple([name for name, inputs in given if inputs is not None])
+    return plan_prefill(*sizes(call), sms, fused, clusters_convolve(call))
+
+
+def clusters_convolve(call: PrefillCall) -> bool:
+    """Whether the shared memory of a CTA of a cluster has room for what a convolution reads beside g."""
+    return call.tokens.g.dtype is torch.bfloat16
+
+
+def sizes(call: PrefillCall) -> tuple[int, int, int, int]:
+    """Segments, chunks of all of them, chunks of the longest, heads."""
     segments = call.segments
     longest = -(-segments.max_length // CHUNK)
     total = segments.count * longest
     if segments.total >= 0:
         total = min(total, -(-segments.total // CHUNK) + segments.count)  # at most one partial chunk a segment
-    return plan_prefill(segments.count, total, longest, call.tokens.value_heads, sms)
+    return segments.count, total, longest, call.tokens.value_heads
 
 
 def run(call: PrefillCall, forced: Plan | None = None) -> None:
@@ -115,6 +139,7 @@ class Prepared:
         self._dense_tables = all(operator.attrgetter(name)(call).is_contiguous() for name in tables)
         self._tensors = operator.attrgetter(*_MAPPED, *present)
         self._pools_at = [present.index(name) for name in _POOLS if name in present]
+        self._fuses = call.conv is not None or call.norm is not None
         self._even_slots = call.state_v_first and not any(_first_stride(pool) % 2 for pool in _pools(call))
         self._launches: dict[tuple[bool, bool], Launches] = {}  # by what addresses decide
         self._maps: dict[tuple[int, ...], bytes] = {}
@@ -139,7 +164,8 @@ class Prepared:
         if launches is None:
             launches = self._launches[variant] = self._bind(call, vectors)
         # The call takes a tenth of the time of current_stream().
-        launches(torch._C._cuda_getCurrentRawStream(self.device), (maps, *addresses))
+        before = neighbours.values(call, keep) if self._fuses else ()
+        launches(torch._C._cuda_getCurrentRawStream(self.device), (*before, maps, *addresses))
         if call.out is not given.out:
             given.out.copy_(call.out)
 
@@ -180,12 +206,18 @@ class Prepared:
         shares = b"" if scratch else _shares(call, _workers(self.plan, self.device))
         order = b"" if shares else _order(call.segments)
         constants = _constants(call, parts, bool(order), bool(shares), vectors)
+        shapes = _shapes(call, self.plan, self.device)
+        parameter = params.pack(constants, order, shares)
+        present = [*self._present, *[scratch] * 3]
+        if not self._fuses:
+            return Launches(self.device, shapes, parameter, (0,), params.addresses(present))
         return Launches(
             self.device,
-            _shapes(call, self.plan, self.device),
-            params.pack(constants, order, shares),
-            (0,),
-            params.addresses([*self._present, *[scratch] * 3]),
+            shapes,
+            neighbours.pack(call).ljust(neighbours.SIZE, b"\0") + parameter,
+            (neighbours.SIZE, 0),
+            params.addresses(present, neighbours.layout([x is not None for x in neighbours.tensors(call)])),
+            neighbours.MAPS_AT,
         )
 
 
@@ -206,7 +238,11 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
         return Shape(loaded.function, (x * loaded.cluster, y, z), loaded.threads, loaded.shared_bytes)
 
     if chosen.parts == 1:  # CTAs, or clusters of two, that stay and take one head after another
-        return [shape(kernel(chosen.form, bounded, gate_float), min(units, _workers(chosen, device)))]
+        fused = (call.conv is not None, call.norm is not None)
+        main = shape(kernel(chosen.form, bounded, gate_float, *fused), min(units, _workers(chosen, device)))
+        if call.conv is None or (call.conv.pool is None and call.conv.checkpoint_pool is None):
+            return [main]
+        return [main, shape(HISTORY, -(-call.conv.x.shape[1] // _HISTORY_CHANNELS), segments.count)]
     return [
         shape(SEAMS, tokens.value_heads, 2 * chosen.parts, segments.count),
         shape(kernel("transition", bounded, gate_float), units * chosen.parts),
