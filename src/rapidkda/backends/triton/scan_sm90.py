@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -116,6 +117,7 @@ def advance(
     stage = begin * 0
     for i in range(begin, end):
         async_copy.wait_group(STAGES - 1)
+        fence_async_shared()  # these copies belong to the generic proxy, wgmma reads through the asynchronous one
         now_near = near.index(stage)
         now_pairs = pairs.index(stage)
         operand = gl.convert_layout(state.to(gl.bfloat16), STATE_OPERAND)
