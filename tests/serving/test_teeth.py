@@ -61,7 +61,7 @@ def state_without_history(patch: Patch) -> None:
 
 def last_state_as_checkpoint(patch: Patch) -> None:
     """The prefill's final state exported for every checkpoint (of the recurrent state only)."""
-    prefill = ops.prefill
+    prefill = ops.prefill_layer
 
     def wrong(*arguments: Any, **keywords: Any) -> Any:
         out = prefill(*arguments, **keywords)
@@ -72,7 +72,7 @@ def last_state_as_checkpoint(patch: Patch) -> None:
                     keywords["state"][exported] = keywords["state"][target]
         return out
 
-    patch.setattr(core.ops, "prefill", wrong)
+    patch.setattr(core.ops, "prefill_layer", wrong)
 
 
 def padding_left_alone(patch: Patch) -> None:
@@ -137,7 +137,10 @@ FAULTS: dict[str, tuple[type[Engine], Callable[[Patch], None]]] = {
         ReplayEngine,
         lambda p: row_with(p, lambda r: replace(r, has_initial_state=True)),
     ),
-    "continued prefill from zero": (ReplayEngine, lambda p: call_with(p, "prefill", has_initial_state=lambda h: h * 0)),
+    "continued prefill from zero": (
+        ReplayEngine,
+        lambda p: call_with(p, "prefill_layer", has_initial_state=lambda h: h * 0),
+    ),
     "counts in another row order": (SlotsEngine, counts_by_row),
     "counts in another row order, replay": (ReplayEngine, counts_by_row),
     "hand-over without the history of v": (ReplayEngine, state_without_history),

@@ -21,7 +21,7 @@ from ..bench.result import collect_meta
 from ..device import Device
 from ..dispatch import REGISTRY
 from ..engine import MtpHead
-from ..engine.loading import HEAD_FILE, SHIPPED, TOKENIZER_FILES, load_model
+from ..engine.loading import HEAD_FILE, SHIPPED, TOKENIZER_FILES, load_model, text_config
 from ..evaluation import FULL, QUICK, Battery, Candidate, Judged, Models, Report, Sizes, of_backend, reference, runnable
 from ..evaluation.candidates import Comparison
 from ..evaluation.markdown import markdown
@@ -148,7 +148,7 @@ def loaded_models(folder: Path, device: torch.device) -> Models:
         return load_model(folder, dtype=dtype, device=device)
 
     def head(dtype: torch.dtype, backends: BackendWish) -> MtpHead:
-        made = MtpHead.from_config(_config(folder), dtype=dtype, backends=backends, device=device)
+        made = MtpHead.from_config(text_config(folder), dtype=dtype, backends=backends, device=device)
         made.load_weights(folder / HEAD_FILE)
         return made
 
@@ -156,11 +156,7 @@ def loaded_models(folder: Path, device: torch.device) -> Models:
 
 
 def _gate(folder: Path) -> GateKind:
-    return "softplus" if getattr(_config(folder), "linear_lower_bound", None) is None else "bounded"
-
-
-def _config(folder: Path) -> Any:
-    return importlib.import_module("transformers").AutoConfig.from_pretrained(folder).get_text_config()
+    return "softplus" if getattr(text_config(folder), "linear_lower_bound", None) is None else "bounded"
 
 
 def _candidates(

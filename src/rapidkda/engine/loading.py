@@ -32,6 +32,25 @@ def load_model(folder: Path, *, dtype: torch.dtype | str = "auto", device: torch
     Raises:
         ValueError: no config.json, a model of another family, or weights that are missing or cannot be read.
     """
+    name = _model_type(folder)
+    transformers: Any = importlib.import_module("transformers")
+    # glm5_next has no text-only class: its conditional generation class takes text as it is.
+    loader = transformers.Glm5NextForConditionalGeneration if name == "glm5_next" else transformers.AutoModelForCausalLM
+    try:
+        model = loader.from_pretrained(folder, dtype=dtype)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model folder must hold the weights, got {folder}: {error}") from error
+    return model.to(device).eval()
+
+
+def text_config(folder: Path) -> Any:
+    """The text configuration of the model in a folder. ValueError as `load_model`."""
+    _model_type(folder)
+    return importlib.import_module("transformers").AutoConfig.from_pretrained(folder).get_text_config()
+
+
+def _model_type(folder: Path) -> str:
+    """Of a family that runs here; what the folder's config.json says."""
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"model folder must hold a config.json, got {folder}")
@@ -41,14 +60,7 @@ def load_model(folder: Path, *, dtype: torch.dtype | str = "auto", device: torch
         raise ValueError(f"model's {config} must be a JSON object: {error}") from error
     if name not in FAMILIES:
         raise ValueError(f"model must be of type {', '.join(FAMILIES)}, got {name!r} in {config}")
-    transformers: Any = importlib.import_module("transformers")
-    # glm5_next has no text-only class: its conditional generation class takes text as it is.
-    loader = transformers.Glm5NextForConditionalGeneration if name == "glm5_next" else transformers.AutoModelForCausalLM
-    try:
-        model = loader.from_pretrained(folder, dtype=dtype)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"model folder must hold the weights, got {folder}: {error}") from error
-    return model.to(device).eval()
+    return str(name)
 
 
 class Text(Protocol):
