@@ -81,6 +81,8 @@ def prefill_layer(
 
     Returns:
         `out`; rows that no segment covers are left alone.
+
+    Raises what the three operators raise, under the names of these arguments, before anything is written.
     """
     inputs = (x, g, beta, state, z, conv_out)
     options = (lower_bound, scale, True, True, True, allow_neg_eigval)

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...problem import VerifyCall
-from . import config, launch
+from . import launch
 from .blocks import L2_EPS, exp, log_decay, narrow, trips, usable, without_product, write_strength
 
 SIZES = ["pool_rows", "pad_slot", "positions", "group"]
@@ -181,46 +179,9 @@ def chunk_kernel(
                 tl.store(p_records + (start + j) * records_j + K + channels, decays[m], mask=keep)
 
 
-_verify = launch.Launcher(chunk_kernel)
+launcher = launch.Launcher(chunk_kernel)
 
 
-def bind(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, launch.Launch]:
-    """The launch of this call, and that of a call with another batch: where two programs have a multiprocessor to
-    themselves, each has more warps and more value rows at once."""
-    tokens, segments, pool = call.tokens, call.segments, call.pool
-    machine = config.machine(pool.device)
-
-    def bound(elements: int, warps: int) -> launch.Launch:
-        return _verify.bind(
-            pool.device,
-            (segments.count, tokens.value_heads, 1),
-            (
-                pool.shape[0],
-                call.pad_slot,
-                records.shape[1],
-                tokens.value_heads // tokens.heads,
-                *launch.scalars(tokens),
-            ),
-            (
-                *launch.strides(tokens),
-                *call.out.stride()[:2],
-                segments.first_token.stride(0),
-                segments.length.stride(0),
-                call.slots.stride(0),
-                call.accepted.stride(0),
-                pool.stride(0),
-                *records.stride()[:2],
-            ),
-            (
-                *launch.constants(tokens),
-                min(tokens.value_dim, elements // tokens.key_dim),
-                call.state_v_first,
-                min(MOST, triton.next_power_of_2(records.shape[1])),
-                machine.precision,
-                warps,
-            ),
-            num_warps=warps,
-        )
-
-    few, many = bound(8192, 4), bound(4096, 2)
-    return (few, many) if segments.count * tokens.value_heads <= 2 * machine.units else (many, few)
+def constants(positions: int, precision: str, warps: int) -> tuple[int, str, int]:
+    """What the kernel takes beyond those of the token loop: tokens of a chunk, precision of products, warps."""
+    return min(MOST, triton.next_power_of_2(positions)), precision, warps

@@ -7,8 +7,8 @@ read by the scan:
     decay [K] | n [C] | q_scale [C]
 
 (the matrices in bfloat16, the vectors in float32; for float32 inputs all in float32, without low parts, and with kr in
-place of kr - kd). Where
-few sequences run, each is also cut into parts of several tiles whose states are linked exactly (`compose`).
+place of kr - kd). Where few sequences run, each is also cut into parts of several tiles whose states are linked exactly
+(`compose`).
 """
 
 from __future__ import annotations

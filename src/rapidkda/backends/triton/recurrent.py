@@ -281,23 +281,19 @@ def _run_replay(call: VerifyCall, records: Tensor) -> None:
 
 
 def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, launch.Launch]:
-    """The launch of this call, and that of a call with another batch: few programs get more warps and all value rows at
-    once, many get two warps that take them in turns."""
-    if records.shape[1] > 2:
-        return chunk.bind(call, records)
+    """The launch of this call, and that of a call with another batch: where two programs have a multiprocessor to
+    themselves, each has more warps and more value rows at once. Two drafts or more go as a chunk."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
+    machine = config.machine(pool.device)
+    positions = records.shape[1]
+    chunked = positions > 2
+    launcher = chunk.launcher if chunked else _replay_verify
 
     def bind(elements: int, warps: int) -> launch.Launch:
-        return _replay_verify.bind(
+        return launcher.bind(
             pool.device,
             (segments.count, tokens.value_heads, 1),
-            (
-                pool.shape[0],
-                call.pad_slot,
-                records.shape[1],
-                tokens.value_heads // tokens.heads,
-                *launch.scalars(tokens),
-            ),
+            (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
             (
                 *launch.strides(tokens),
                 *call.out.stride()[:2],
@@ -308,13 +304,17 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
                 pool.stride(0),
                 *records.stride()[:2],
             ),
-            (*launch.constants(tokens), min(tokens.value_dim, elements // tokens.key_dim), call.state_v_first),
+            (
+                *launch.constants(tokens),
+                min(tokens.value_dim, elements // tokens.key_dim),
+                call.state_v_first,
+                *(chunk.constants(positions, machine.precision, warps) if chunked else ()),
+            ),
             num_warps=warps,
         )
 
-    few, many = bind(16384, 8), bind(8192, 2)
-    units = config.machine(pool.device).units
-    return (few, many) if segments.count * tokens.value_heads <= 2 * units else (many, few)
+    few, many = (bind(8192, 4), bind(4096, 2)) if chunked else (bind(16384, 8), bind(8192, 2))
+    return (few, many) if segments.count * tokens.value_heads <= 2 * machine.units else (many, few)
 
 
 def commit(call: CommitCall) -> None:

@@ -1,7 +1,7 @@
 """Which neighbours of a prefill its kernel takes on, and why not the others.
 
-Only the whole form can: there one CTA has all channels of a head, and its producers wait for the consumers. So a call
-that another form would serve gets it where that form and the neighbours by themselves would take longer.
+The norm needs the whole form, where one CTA has all channels of a head; the convolution that or the pair. A call that
+another form would serve gets one of these where that form and the neighbours by themselves would take longer.
 """
 
 from __future__ import annotations

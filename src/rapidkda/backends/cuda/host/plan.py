@@ -26,8 +26,7 @@ STATE_BYTES = 128 * 128 * 4  # one head's state in fp32
 SEAM_BYTES = 4
 
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a launch costs at least, what going on to
-# the next head costs, and a chunk. Unbounded gates cost 1.2 to 1.4 times as much in every form, so the choice is the
-# same.
+# the next head costs, and a chunk. Unbounded gates cost 1.1 times as much in every form, so the choice is the same.
 WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.19
 PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.70
 # Three launches; a chunk of a part and of a transition, whose kernels have two ways to go; a transition applied.
@@ -109,15 +108,14 @@ def plan_prefill(
         if 2 * chains * parts <= sms:
             each = longest_chunks / (parts + TRANSITION_US / PART_US)
             costs["parallel", parts] = PARALLEL_START_US + each * (TRANSITION_US + PART_US) + APPLY_US * (parts - 1)
-    (form, parts), _ = min(costs.items(), key=lambda item: item[1] * _forgetting_us(item, longest_chunks))
+    form, parts = min(costs, key=lambda one: costs[one] * forgetting_us(one[0], one[1], costs[one], longest_chunks))
     return Plan(
         form, parts, costs[form, parts], tuple((f"{n}{f'/{p}' if p > 1 else ''}", us) for (n, p), us in costs.items())
     )
 
 
-def _forgetting_us(cost: tuple[tuple[FormName, int], float], longest: int) -> float:
-    """Time of a form where all heads forget; `cost`: its time where none does."""
-    (form, parts), us = cost
+def forgetting_us(form: FormName, parts: int, us: float, longest: int) -> float:
+    """Time of a form where all heads forget; `us`: its time where none does."""
     return us if form != "parallel" else FORGETTING_START_US + (longest / (2 * parts) + WARM_UP_CHUNKS) * SHARE_US
 
 
