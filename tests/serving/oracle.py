@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from rapidkda import reference
+from rapidkda.backends.base import Request
+from rapidkda.device import Device
+from rapidkda.dispatch import AUTO, load
+from rapidkda.problem import GateKind
 from rapidkda.serving import BackendWish, KDALayer, StatePool, StepLimits, Workspace
 from rapidkda.testing.tolerances import bar, case_bar
 
@@ -41,6 +45,19 @@ def find_target() -> Target:
 
 TARGET = find_target()
 WISH = BackendWish(prefill=TARGET.backend, decode=TARGET.backend)
+
+
+def wish_or_skip(backend: str, device: str, dim: int, gates: tuple[GateKind, ...]) -> BackendWish:
+    """A layer in bfloat16 with its prefill on that backend, and its decode too where the backend has one: else on the
+    fastest that has."""
+    for gate in gates:
+        request = Request("prefill", Device.of(torch.device(device)), torch.bfloat16, dim, dim, gate, checkpoints=True)
+        if unmet := load(backend).unmet(request):
+            pytest.skip(f"{backend} cannot run prefill: {'; '.join(unmet)}")
+    decodes = not any(load(backend).unmet(replace(request, op=op, checkpoints=False)) for op in ("decode", "verify"))
+    return BackendWish(prefill=backend, decode=backend if decodes else AUTO)
+
+
 only_on_torch = pytest.mark.skipif(TARGET.backend != "torch", reason="about the host's part: run on the torch backend")
 
 

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from rapidkda.backends.base import Request
-from rapidkda.device import Device
-from rapidkda.dispatch import REGISTRY, load
-from rapidkda.problem import OPS
-from rapidkda.serving import BackendWish, Rollback, StepRequest
+from rapidkda.dispatch import REGISTRY
+from rapidkda.problem import GateKind
+from rapidkda.serving import Rollback, StepRequest
 from rapidkda.testing.tolerances import relative_error
 
 from .driver import Driver
-from .oracle import make_layer, resting_state
+from .oracle import make_layer, resting_state, wish_or_skip
 
 BAR = 2e-2  # projections, convolution, KDA, norm and output each round once to bfloat16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def skip_unless_it_runs(backend: str, device: str, dim: int) -> None:
-    request = Request("prefill", Device.of(torch.device(device)), torch.bfloat16, dim, dim, checkpoints=True)
-    for op in OPS:
-        unmet = load(backend).unmet(replace(request, op=op, checkpoints=op == "prefill"))
-        if unmet:
-            pytest.skip(f"{backend} cannot run {op}: {'; '.join(unmet)}")
 
 
 @pytest.mark.parametrize("rollback", ["replay", "slots"])
@@ -39,7 +28,8 @@ def test_a_mixed_step_and_the_one_after(
     backend: str, device: str, lower_bound: float | None, rollback: Rollback
 ) -> None:
     dim = 64 if device == "cpu" else 128
-    skip_unless_it_runs(backend, device, dim)
+    gate: GateKind = "softplus" if lower_bound is None else "bounded"
+    backends = wish_or_skip(backend, device, dim, (gate,))
     layer = make_layer(
         1,
         heads=1 if device == "cpu" else 4,
@@ -47,7 +37,7 @@ def test_a_mixed_step_and_the_one_after(
         dtype=torch.bfloat16,
         lower_bound=lower_bound,
         device=device,
-        backends=BackendWish(prefill=backend, decode=backend),
+        backends=backends,
     )
     driver = Driver(layer, rollback=rollback, max_drafts=2, slots=14)
     states = {name: driver.prefill(name, driver.hidden(5)) for name in ("a", "b")}

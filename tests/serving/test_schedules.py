@@ -27,9 +27,6 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from rapidkda.backends.base import Request
-from rapidkda.device import Device
-from rapidkda.dispatch import load
 from rapidkda.serving import (
     BackendWish,
     ExportedState,
@@ -44,7 +41,17 @@ from rapidkda.serving import (
 )
 from rapidkda.testing.tolerances import bar, relative_error
 
-from .oracle import HIDDEN, Oracle, State, changed_slots, make_layer, make_workspace, resting_state, snapshot
+from .oracle import (
+    HIDDEN,
+    Oracle,
+    State,
+    changed_slots,
+    make_layer,
+    make_workspace,
+    resting_state,
+    snapshot,
+    wish_or_skip,
+)
 
 MAX_REQUESTS = 12
 LIMITS = StepLimits(max_tokens=256, max_requests=MAX_REQUESTS)
@@ -81,7 +88,7 @@ class Engine(RuleBasedStateMachine):
 
     steps = 0  # of all runs
     rollback: Rollback = "replay"
-    backend = "torch"
+    backends = BackendWish(prefill="torch", decode="torch")
     device = "cpu"
     dtype = torch.float32
     dim = 16
@@ -114,7 +121,7 @@ class Engine(RuleBasedStateMachine):
             dim=self.dim,
             dtype=self.dtype,
             device=self.device,
-            backends=BackendWish(prefill=self.backend, decode=self.backend),
+            backends=self.backends,
         )
         self.oracle = Oracle(self.layer)
         self.generator = torch.Generator().manual_seed(seed)
@@ -338,30 +345,27 @@ def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine])
     run(machine, int(os.environ.get("RAPIDKDA_TEST_STEPS", "2000")) // 2)
 
 
-def half_precision(machine: type[Engine], backend: str, device: str, dim: int) -> type[Engine]:
+def half_precision(machine: type[Engine], backends: BackendWish, device: str, dim: int) -> type[Engine]:
     """The machine in bfloat16: projections, convolution, KDA, norm and output each round once to 2^-9."""
     fields = {
-        "backend": backend,
+        "backends": backends,
         "device": device,
         "dtype": torch.bfloat16,
         "dim": dim,
         "output_bar": 2e-2,
         "state_bar": 2e-2,
     }
-    return type(f"{backend}{machine.__name__}", (machine,), fields)
+    return type(f"{backends.prefill}{machine.__name__}", (machine,), fields)
 
 
 @pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
 def test_any_schedule_in_half_precision(machine: type[Engine]) -> None:
-    run(half_precision(machine, "torch", "cpu", 32), 100)
+    run(half_precision(machine, Engine.backends, "cpu", 32), 100)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_any_schedule_on_a_gpu(machine: type[Engine], backend: str) -> None:
-    for op in ("prefill", "decode", "verify", "conv", "norm"):
-        request = Request(op, Device.of(torch.device("cuda")), torch.bfloat16, checkpoints=op == "prefill")  # type: ignore[arg-type]
-        if unmet := load(backend).unmet(request):
-            pytest.skip(f"{backend} cannot run {op}: {'; '.join(unmet)}")
-    run(half_precision(machine, backend, "cuda", 128), 200)
+    backends = wish_or_skip(backend, "cuda", 128, ("bounded", "softplus"))
+    run(half_precision(machine, backends, "cuda", 128), 200)
