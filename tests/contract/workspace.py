@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -68,27 +70,44 @@ def nothing_else_is_allocated(target: Target) -> None:
 
 @case("B94", slow_when_interpreted=True)
 def many_sequences_cost_no_more_a_token(target: Target) -> None:
-    """A token of 256 short sequences costs at most 1.15 times a token of 8: nobody scans the table from its start."""
-    gpu = target.device.type == "cuda"
-    length = 1024 if gpu else 64
-    per_token = {}
-    for count in (8, 256):
-        inputs = activated([length] * count, dtype=target.dtype, device=target.device)
-        target.prefill(inputs)
-        per_token[count] = min(_seconds(target, inputs) for _ in range(3)) / (length * count)
-    if per_token[256] > 1.15 * per_token[8]:
-        fail(f"a token costs {per_token[8]:.3g} s among 8 sequences, {per_token[256]:.3g} s among 256")
+    """Many short sequences in one call cost at most 1.15 times as much as in several calls: nobody scans the table from
+    its start.
+
+    The same memory is read and written either way, and on a GPU every call fills the device. Other work on the machine
+    only ever adds, so the least of several turns counts, and what looks slow gets more of them.
+    """
+    # On a CPU no more: states of 32 MB and more are fresh pages in every call, which costs a fifth.
+    few, many, length = (512, 4096, 64) if target.device.type == "cuda" else (32, 128, 16)
+    inputs = activated([length] * many, dtype=target.dtype, device=target.device)
+    parts = [
+        Segments.from_lengths([length] * few, target.device, [n * length for n in range(begin, begin + few)])
+        for begin in range(0, many, few)
+    ]
+    tables = {"one call": [inputs.segments], f"{len(parts)} calls": parts}
+    least = dict.fromkeys(tables, math.inf)
+    for turn in range(20):
+        for name, calls in tables.items():
+            least[name] = min(least[name], _seconds(target, inputs, calls))
+        whole, apart = least.values()
+        if turn >= 4 and whole <= 1.15 * apart:
+            return
+    fail(f"{many} sequences cost {', '.join(f'{seconds:.3g} s in {name}' for name, seconds in least.items())}")
 
 
-def _seconds(target: Target, inputs: Inputs) -> float:
-    """Of one prefill: device time on a GPU, processor time elsewhere, where others may share the processor."""
+def _seconds(target: Target, inputs: Inputs, tables: Sequence[Segments]) -> float:
+    """Of one prefill a table: device time on a GPU, processor time elsewhere, where others may share the processor."""
+    out = torch.empty_like(inputs.v)
     if target.device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        target.prefill(inputs, segments=tables[0], out=out)  # keeps the device busy while the host prepares the next
         begin.record()
-        target.prefill(inputs)
+        for table in tables:
+            target.prefill(inputs, segments=table, out=out)
         end.record()
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+    target.prefill(inputs, segments=tables[0], out=out)  # touches fresh memory
     start = time.process_time()
-    target.prefill(inputs)
+    for table in tables:
+        target.prefill(inputs, segments=table, out=out)
     return time.process_time() - start
