@@ -12,19 +12,13 @@ import typer
 from ..engine.loading import SHIPPED, load_model, load_text
 from ..evaluation.capture import capture
 from ..testing import captured
-from .console import UserError, console, device_option, needs, readable, writable
+from .console import ModelOption, UserError, console, device_option, needs, readable, writable
 
 
 def capture_operands(
     text: Annotated[Path, typer.Option(help="Text file that the model reads.")],
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
-    model: Annotated[
-        Path,
-        typer.Option(
-            help="Folder of a glm5_next or kimi_linear model (Hugging Face files).",
-            show_default="the small model of this package",
-        ),
-    ] = SHIPPED,
+    model: ModelOption = SHIPPED,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to keep.")] = 2048,
     skip: Annotated[int, typer.Option(min=0, help="Tokens that are read before them, for a state to start from.")] = 0,
     layer: Annotated[

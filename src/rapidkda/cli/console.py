@@ -7,8 +7,10 @@ import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 
 from .. import env
@@ -17,6 +19,14 @@ from ..testing import captured
 from ..testing.captured import Captured
 
 WIDTH_WHEN_PIPED = 132  # tables must not be cut to 80 columns in a log
+
+ModelOption = Annotated[
+    Path,
+    typer.Option(
+        help="Folder of a glm5_next or kimi_linear model (Hugging Face files).",
+        show_default="the small model of this package",
+    ),
+]
 
 
 class UserError(Exception):

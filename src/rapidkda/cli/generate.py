@@ -16,20 +16,14 @@ from ..dispatch import check_name
 from ..engine import Engine, EngineConfig, MtpHead, RequestResult, SamplingParams
 from ..engine.loading import HEAD_FILE, SHIPPED, Text, load_model, load_text
 from ..serving import BackendWish
-from .console import WIDTH_WHEN_PIPED, UserError, device_option, needs, readable
+from .console import WIDTH_WHEN_PIPED, ModelOption, UserError, device_option, needs, readable
 
 Rollback = Literal["replay", "slots"]
 
 
 def generate(
     prompt_file: Annotated[Path, typer.Option(help="Text file to continue.")],
-    model: Annotated[
-        Path,
-        typer.Option(
-            help="Folder of a glm5_next or kimi_linear model (Hugging Face files).",
-            show_default="the small model of this package",
-        ),
-    ] = SHIPPED,
+    model: ModelOption = SHIPPED,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     speculate: Annotated[int, typer.Option(min=0, help="Draft tokens a step; 0 for none.")] = 0,
     mtp: Annotated[

@@ -270,7 +270,26 @@ def slot_values(name: str, value: Tensor, rows: int, pad_slot: int, written: boo
         raise ValueError(f"{name} must not name a slot twice, got {real.tolist()}")
 
 
-def read_before_write(read: Tensor, write: Tensor, pad_slot: int) -> None:
+def slots_of_segments(
+    write: Tensor,
+    read: Tensor | None,
+    count: int,
+    rows: int,
+    pad_slot: int,
+    device: torch.device,
+    prefix: str = "",
+) -> None:
+    """Check the rows of a pool that segments leave their states in, and those that they start from where these differ
+    (`read_slots`, which has `prefix` before its name)."""
+    slots("slots", write, (count,), "[N]", device)
+    slot_values("slots", write, rows, pad_slot, written=True)
+    if read is not None:
+        slots(f"{prefix}read_slots", read, (count,), "[N]", device)
+        slot_values(f"{prefix}read_slots", read, rows, pad_slot, written=False)
+        _read_before_write(read, write, pad_slot)
+
+
+def _read_before_write(read: Tensor, write: Tensor, pad_slot: int) -> None:
     """Debug mode only: no row reads a slot that another row writes, since rows run in any order."""
     if not env.check_device_values():
         return

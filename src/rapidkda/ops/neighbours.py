@@ -75,12 +75,7 @@ def check_conv(
         bind.conv_pool(f"{prefix}state", state, x, width, channels_last)
         if slots is None:
             raise ValueError("slots must be given with a state pool, got None")
-        bind.slots("slots", slots, (segments.count,), "[N]", x.device)
-        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        if read_slots is not None:
-            bind.slots(f"{prefix}read_slots", read_slots, (segments.count,), "[N]", x.device)
-            bind.slot_values(f"{prefix}read_slots", read_slots, state.shape[0], pad_slot, written=False)
-            bind.read_before_write(read_slots, slots, pad_slot)
+        bind.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, x.device, prefix)
         has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
         most = state.shape[1 if channels_last else 2] - width + 2
         if accepted is not None:

@@ -47,12 +47,7 @@ def check_prefill(
         bind.pool("state", state, tokens, state_v_first)
         if slots is None:
             raise ValueError("slots must be given with a state pool, got None")
-        bind.slots("slots", slots, (segments.count,), "[N]", device)
-        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        if read_slots is not None:
-            bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
-            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
-            bind.read_before_write(read_slots, slots, pad_slot)
+        bind.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, device)
         has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
     if checkpoint_pool is not None:
         bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
@@ -237,12 +232,7 @@ def decode(
             segments = bind.segment_table(segments, tokens.count, device, max_length=1)
         pad_slot = bind.pad_marker(pad_slot)
         bind.pool("state", state, tokens, state_v_first)
-        bind.slots("slots", slots, (segments.count,), "[N]", device)
-        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        if read_slots is not None:
-            bind.slots("read_slots", read_slots, (segments.count,), "[N]", device)
-            bind.slot_values("read_slots", read_slots, state.shape[0], pad_slot, written=False)
-            bind.read_before_write(read_slots, slots, pad_slot)
+        bind.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, device)
         bind.gate_values(tokens, segments)
         covered = bind.covers(segments, tokens.count)
         if out is not None:
