@@ -122,7 +122,7 @@ def machine() -> dict[str, Any]:
         "triton": triton.__version__,
         "vllm": vllm.__version__,
         "rapidkda": rapidkda.__version__,
-        "rev": os.environ.get("RAPIDKDA_REV", ""),
+        "rev": os.environ.get("RAPIDKDA_REVISION", ""),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -50,6 +50,11 @@ def racecheck() -> bool:
     return flag("RAPIDKDA_RACECHECK")
 
 
+def revision() -> str | None:
+    """RAPIDKDA_REVISION: revision of the sources for result files, where git cannot tell it."""
+    return os.environ.get("RAPIDKDA_REVISION") or None
+
+
 PREFILL_BACKEND = "RAPIDKDA_PREFILL_BACKEND"
 DECODE_BACKEND = "RAPIDKDA_DECODE_BACKEND"
 

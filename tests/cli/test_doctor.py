@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from rapidkda import dispatch
 from rapidkda.cli import doctor
+from rapidkda.cli.console import VARIABLES
 from rapidkda.device import CPU, Device
 from rapidkda.problem import OPS
 
@@ -54,6 +57,14 @@ def test_variables_are_shown_and_bad_values_explained(cli: Cli, monkeypatch: pyt
     assert "must be one of auto" in seen["RAPIDKDA_PREFILL_BACKEND"]
     assert seen["RAPIDKDA_DECODE_BACKEND"] == "torch"
     assert "reads no such variable" in seen["RAPIDKDA_CHEK"]
+
+
+def test_every_variable_that_is_read_is_known_and_documented() -> None:
+    root = Path(__file__).parents[2]
+    sources = "".join(path.read_text() for path in (root / "src").rglob("*.py"))
+    read = set(re.findall(r'"(RAPIDKDA_[A-Z_]*[A-Z])"', sources))
+    table = (root / "docs" / "reliability.md").read_text().split("## Environment variables")[1]
+    assert read == set(VARIABLES) == set(re.findall(r"`(RAPIDKDA_[A-Z_]+)`", table))
 
 
 def test_advice_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

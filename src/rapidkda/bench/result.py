@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .. import __version__
+from .. import __version__, env
 
 Bench = Literal["prefill", "decode", "verify", "layer", "cpu_prefill", "cpu_decode"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
@@ -137,7 +137,7 @@ def _revision() -> str | None:
     """Revision of the source tree that this package runs from; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
-        return os.environ.get("RAPIDKDA_REVISION") or None
+        return env.revision()
     revision = _run("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
     return revision and revision + ("-dirty" if _run("git", "-C", str(root), "status", "--porcelain", "src") else "")
 

@@ -42,6 +42,8 @@ def _known_backend(variable: str) -> None:
 VARIABLES: dict[str, Callable[[], object]] = {
     "RAPIDKDA_CHECK": env.check_device_values,
     "RAPIDKDA_CACHE_DIR": env.cache_dir,
+    "RAPIDKDA_RACECHECK": env.racecheck,
+    "RAPIDKDA_REVISION": env.revision,
     env.VLLM_SWITCH: env.vllm_prefill,
     env.PREFILL_BACKEND: partial(_known_backend, env.PREFILL_BACKEND),
     env.DECODE_BACKEND: partial(_known_backend, env.DECODE_BACKEND),
