@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 
-from rapidkda import dispatch
+from rapidkda import Segments, dispatch
+from rapidkda.backends.cuda.host.plan import FormName, plan_prefill
 from rapidkda.backends.torch import TorchBackend
+from rapidkda.backends.triton import plan as triton_plan
 from rapidkda.ops import kinds
 from rapidkda.problem import ConvCall, DecodeCall, NormCall, PrefillCall, VerifyCall
+from rapidkda.testing import LARGE, SMALL
 
 from .conftest import Cli
 
@@ -75,6 +79,18 @@ def test_wrong_backend_is_caught(cli: Cli, monkeypatch: pytest.MonkeyPatch, oper
     assert "MISS" in done.out
     missed = [line.split()[1].split("/")[0] for line in done.out.splitlines() if "MISS" in line]
     assert set(missed) == {operator}
+
+
+def test_every_form_of_the_kernels_is_reached() -> None:
+    """On an H200: by plans alone, so that no form is left out where nobody sees it."""
+    forms, cut = set(), set()
+    for shape in (*SMALL, *LARGE):
+        chunks = [-(-length // 16) for length in shape.seq_lens]
+        forms.add(plan_prefill(len(chunks), sum(chunks), max(chunks), shape.hv, 132).form)
+        segments = Segments.from_lengths(shape.seq_lens)
+        cut.add(triton_plan.cut(segments, shape.tokens, shape.hv, (4, 4), 132, triton_plan.SM90) != triton_plan.NO_CUT)
+    assert forms == set(get_args(FormName))
+    assert cut == {True, False}
 
 
 def test_details_has_a_row_a_check(cli: Cli) -> None:

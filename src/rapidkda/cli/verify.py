@@ -19,11 +19,10 @@ from ..dispatch import REGISTRY, load, resolve
 from ..problem import OPS, GateKind, Op
 from ..testing.accuracy import Check, check_conv, check_norm, kda_checks
 from ..testing.regimes import REGIMES, Regime
-from ..testing.shapes import SMALL, Shape, by_name
+from ..testing.shapes import LARGE, SMALL, Shape, by_name
 from .console import UserError, captured_option, console, device_option, one_backend
 
 KDA_OPS: tuple[Op, ...] = ("prefill", "decode", "verify")
-LONG = (Shape("long", (1024,), 2), Shape("ragged_long", (300, 7, 517, 96), 2))  # many chunks
 QUICK = ("chunk_and_tail", "ragged_small", "grouped_values")
 
 
@@ -132,7 +131,7 @@ def _shapes(given: list[str] | None, quick: bool) -> list[Shape]:
             raise UserError(f"--{error}") from None
     if quick:
         return [shape for shape in SMALL if shape.name in QUICK]
-    return [*SMALL, *LONG]
+    return [*SMALL, *LARGE]
 
 
 def _runnable(name: str | None, device: torch.device) -> list[str]:

@@ -65,13 +65,21 @@ SMALL: tuple[Shape, ...] = (
     Shape("wide_heads", (35,), 1, key_dim=256, value_dim=256),
 )
 
+# Larger ones for `rapidkda verify`: many chunks, and every form that a GPU backend's kernels have.
+LARGE: tuple[Shape, ...] = (
+    Shape("long", (1024,), 2),
+    Shape("ragged_long", (300, 7, 517, 96), 2),
+    Shape("one_sequence", (2048,), 1),  # leaves a GPU idle unless it is cut into parts
+    Shape("many_sequences", (33,) * 24, 4),  # more chains than pairs of multiprocessors
+)
+
 DECODE_BATCHES: tuple[int, ...] = (1, 8, 64, 256, 1024)
 VERIFY_DRAFTS: tuple[int, ...] = (1, 3, 7)
 
 
 def by_name(name: str) -> Shape:
     """The workload of that name, or a ValueError that lists the names."""
-    known = {shape.name: shape for shape in (*PREFILL, *SMALL)}
+    known = {shape.name: shape for shape in (*PREFILL, *SMALL, *LARGE)}
     if name not in known:
         raise ValueError(f"shape must be one of {', '.join(known)}, got {name!r}")
     return known[name]
