@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,11 @@ def test_generation_ends_at_the_end_of_a_document() -> None:
 
     assert GenerationConfig.from_pretrained(SHIPPED).eos_token_id == 0
     assert Path(SHIPPED / "config.json").is_file()
+
+
+def test_the_page_of_the_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "model.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert len(blocks) == 1
+    exec(blocks[0], {})
+    assert "Answer: 82" in capsys.readouterr().out
