@@ -65,7 +65,7 @@ def test_the_main_loops_spill_nothing(kernel: KernelSource, tmp_path: Path) -> N
         assert len(consumers) < 700
         assert [text for text in consumers if spills.search(text)] == []
         # Addresses of tiles stay in uniform registers; moving them there for each chunk costs the pair a tenth.
-        assert len([text for text in consumers if "R2UR" in text]) <= 4
+        assert len([text for text in consumers if "R2UR" in text]) <= 5
     makers = innermost_loops(code, "MUFU.EX2")
     assert len(makers) == bodies
     for producers in makers:

@@ -13,6 +13,12 @@ DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.clu
 #endif
 constexpr int kWarpArrivals = KDA_EVERY_LANE_ARRIVES ? 32 : 1;
 DEVICE bool arrives(int lane) { return KDA_EVERY_LANE_ARRIVES || lane == 0; }
+// The same for a warp that has converged, without its lanes' numbers.
+DEVICE bool arrives() {
+    u32 chosen;
+    asm volatile("{.reg .pred p; elect.sync _|p,0xffffffff; selp.u32 %0,1,0,p;}" : "=r"(chosen));
+    return KDA_EVERY_LANE_ARRIVES || chosen;
+}
 DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
 // One arrival that also announces `bytes` of asynchronous copies.
 DEVICE void barrier_expect(u32 bar, int bytes) {

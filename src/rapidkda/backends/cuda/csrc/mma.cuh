@@ -10,17 +10,25 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
 }
 
 // d[16 x 8] += a[16 x 8] b[8 x 8]
-DEVICE void mma_k8(float* d, const u32* a, u32 b) {
+DEVICE void mma_k8(float* d, u32 a0, u32 a1, u32 b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
+        : "r"(a0), "r"(a1), "r"(b));
 }
 
-// The same as the first with fp16 operands.
+// The same with fp16 operands.
 DEVICE void mma_f16(float* d, const u32* a, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d[16 x 8] += a[16 x 8] b[8 x 8] in tf32: fp32 words of which the last 13 bits do not count.
+DEVICE void mma_tf32(float* d, float a0, float a1, float a2, float a3, float b0, float b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -30,30 +38,30 @@ DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Matrix descriptor of a tile with the 128-byte swizzle; byte offsets between core matrices along its two directions.
-DEVICE u64 swizzled_tile(u32 address, int leading, int stride) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(leading >> 4) << 16) |
-           (static_cast<u64>(stride >> 4) << 32) | (1ull << 62);
-}
+// Low half of the matrix descriptor of a tile with the 128-byte swizzle: its address and the bytes between core matrices
+// along its leading direction. The high half, 1024 bytes along the other one, is the same for all tiles and joined to it
+// within each product: 64-bit additions would cost four instructions a product.
+DEVICE u32 swizzled_tile(u32 address, int leading) { return ((address & 0x3ffff) >> 4) + (leading >> 4 << 16); }
+#define TILE(low) "{\n.reg .b64 tile;\nmov.b64 tile,{" low ",0x40000040};\n"
 
 // d[64 x N] (+)= a[64 x 16] b[16 x N]; a in registers, b a K-major tile [N][16]. Without `accumulate`, d is
 // overwritten.
-DEVICE void wgmma_n32(float* d, const u32* a, u64 b, int accumulate) {
+DEVICE void wgmma_n32(float* d, const u32* a, u32 b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p,%21,0;\n"
+        TILE("%20") ".reg .pred p;\nsetp.ne.b32 p,%21,0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19},%20,p,1,1,0;\n}"
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19},tile,p,1,1,0;\n}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
 }
-DEVICE void wgmma_n16(float* d, const u32* a, u64 b, int accumulate) {
+DEVICE void wgmma_n16(float* d, const u32* a, u32 b, int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p,%13,0;\n"
+        TILE("%12") ".reg .pred p;\nsetp.ne.b32 p,%13,0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},%12,p,1,1,0;\n}"
+        "{%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},tile,p,1,1,0;\n}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
 }
 
 #define FLOATS8(d, o)                                                                                              \
@@ -61,13 +69,13 @@ DEVICE void wgmma_n16(float* d, const u32* a, u64 b, int accumulate) {
         "+f"(d[o + 7])
 
 // d[64 x 128] += a[64 x 16] b[16 x 128] in fp16; b an N-major tile [16][128], in two halves of 64 columns.
-DEVICE void wgmma_f16_n128(float* d, const u32* a, u64 b) {
+DEVICE void wgmma_f16_n128(float* d, const u32* a, u32 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        TILE("%68") "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
         "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
-        "%56,%57,%58,%59,%60,%61,%62,%63},{%64,%65,%66,%67},%68,1,1,1,1;\n"
+        "%56,%57,%58,%59,%60,%61,%62,%63},{%64,%65,%66,%67},tile,1,1,1,1;\n}"
         : FLOATS8(d, 0), FLOATS8(d, 8), FLOATS8(d, 16), FLOATS8(d, 24), FLOATS8(d, 32), FLOATS8(d, 40), FLOATS8(d, 48),
           FLOATS8(d, 56)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }

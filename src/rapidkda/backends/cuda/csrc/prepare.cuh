@@ -205,7 +205,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
         __syncwarp();  // the scales are written by other lanes
         if (lane < 16 && (!solver || !l2norm))
-            store_shared_float(stage + Stage::row_scale + (solver ? 0 : 64) + lane * 4,
+            store_shared_float(stage + Stage::decay + (solver ? Stage::key_scale : Stage::query_scale) +
+                                   (lane >> 2) * Stage::lane_row + (lane & 3) * 4,
                                load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::rows_unshift);
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
@@ -214,7 +215,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const Anchors anchors = find_anchors<Gate>(decay + 28, lane);
         write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, own_kr, lane_word(lane));
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
-        store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::decay_row + (pair >> 2) * 8, anchors.end[0],
+        store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::lane_row + (pair >> 2) * 8, anchors.end[0],
                           anchors.end[1]);
         const int exchange_read = C::kEarlyReload && i + kStep < n ? inverse_read : 0;
         const u32 factors = stage + Stage::inverse + warp * 256;  // free until the solver's end

@@ -88,7 +88,8 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
     const int g = lane >> 2, c = 2 * (lane & 3);
     if (!solver) {
         const Sums x = take<Gate, 2>(other + lane * 8, products);
-        const float scale = load_shared_float(scales + 64 + g * 4), scale8 = load_shared_float(scales + 96 + g * 4);
+        const u32 own_scale = scales + 64 + scale_of(g);
+        const float scale = load_shared_float(own_scale), scale8 = load_shared_float(own_scale + 8);
         const u32 to = stage + Stage::intra + g * 16 + c * 2;
         store_shared(to, pack_f16(lower(scale * x.first.x, g, c), lower(scale * x.first.y, g, c + 1)));
         store_shared(to + 128, pack_f16(scale8 * x.across.x, scale8 * x.across.y));
@@ -99,17 +100,13 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
     const Sums x = take<Gate, 0>(other + lane * 8, products);
     if (exchange_read) named_barrier_arrive(exchange_read, 64);
     if (l2norm)
-        norm_scales(scales, stage + Stage::row_scale, g & 1 ? x.first.y : x.first.x, g & 1 ? x.second.y : x.second.x,
-                    lane, rows, Gate::rows_unshift);
+        norm_scales(scales, stage, g & 1 ? x.first.y : x.first.x, g & 1 ? x.second.y : x.second.x, lane, rows,
+                    Gate::rows_unshift);
     const LowerScales y = lower_scales(scales, lane, beta);
-    const u32 to = lower_entry(scratch, g, c);
-    constexpr int next = Scratch::lower_row;
-    store_shared_float(to, x.first.x * y.row * y.column.x);
-    store_shared_float(to + next, x.first.y * y.row * y.column.y);
-    store_shared_float(to + 32, x.across.x * y.row8 * y.column.x);
-    store_shared_float(to + next + 32, x.across.y * y.row8 * y.column.y);
-    store_shared_float(to + 8 * next + 32, x.second.x * y.row8 * y.column8.x);
-    store_shared_float(to + 9 * next + 32, x.second.y * y.row8 * y.column8.y);
+    store_lower(scratch, stage, lane,
+                {x.first.x * y.row * y.columns.x, x.first.y * y.row * y.columns.y, x.across.x * y.row8 * y.columns.x,
+                 x.across.y * y.row8 * y.columns.y, x.second.x * y.row8 * y.columns.z,
+                 x.second.y * y.row8 * y.columns.w});
     __syncwarp();
     solve_and_store(stage, scratch, scales, lane, beta);
 }

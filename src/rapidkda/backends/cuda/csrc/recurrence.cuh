@@ -3,10 +3,13 @@
 // A warpgroup keeps 64 rows (V) of the state in fp32 accumulators, V as the M dimension, so that the state is the A
 // operand of every product after a conversion in registers and never visits shared memory. Per chunk:
 //   [W | O'] = S [kd | qd]^T      one wgmma chain, n = 32: the delta rule's read and the inter-chunk output together
-//   R = V - W,  U = R Tinv^T      mma.sync; R and Tinv in high and low bf16 parts: for near-collinear keys entries of
-//                                 Tinv are large and cancel, and one bf16 product loses what is left
-//   O = O' + U Aqk^T              mma.sync, fp16, U in a high and a low part: writes of strength 1 cancel the state
+//   R = V - W,  U = R Tinv^T      mma.sync, tf32: fp32 words as they are
+//   O = O' + U Aqk^T              mma.sync, fp16
 //   S = decay S + U kr            wgmma, n = 128, fp16: bf16 keys alone would cost 7e-3 of the state when U telescopes
+//
+// Eleven bits of R, Tinv and U suffice, since the entries of Tinv are at most 1 in magnitude (solve.cuh) and the read of
+// the next chunk corrects what U's rounding has left along the keys. Only within a chunk of keys that are nearly the
+// same do the errors of 16 writes add up; the producers mark such a chunk, and all three come with their low parts.
 //
 // The critical path is state -> W -> U -> state. The loop is rotated, front(i) = W and U of chunk i, back(i) = its
 // update, and everything else lies beside one of the two wgmma chains: the decay and the stores of the last output
@@ -20,8 +23,6 @@
 #include "transition.cuh"
 #include "work.cuh"
 
-constexpr int kEarlyDecays = 2;  // fours of channels whose decay is loaded with the operands; the others beside W
-
 // Keep the tokens below `rows` of a V fragment: words 0, 1 hold tokens 2q, 2q+1; words 2, 3 tokens 8+2q, 9+2q.
 DEVICE void mask_tokens(u32* v, int q, int rows) {
 #pragma unroll
@@ -31,31 +32,36 @@ DEVICE void mask_tokens(u32* v, int q, int rows) {
     }
 }
 
-// U meets the state's update in fp16, in a high and a low part: 22 bits, but a narrow range. So a warp keeps its rows
-// of the state, and with them U, scaled by a power of two that it moves when U leaves the middle of that range: exact,
-// and nearly never. No row of the state is shared between warps.
+// U meets the state's update in fp16, whose range is narrow. So a warp keeps its rows of the state, and with them U,
+// scaled by a power of two that it moves when U leaves the middle of that range: exact, and nearly never. No row of the
+// state is shared between warps.
 struct Range {
-    static constexpr u32 kLow = 0x3c000000u, kHigh = 0x45800000u;  // 2^-7 and 2^12 as bits
+    static constexpr float kLow = 0x1p-7f, kHigh = 0x1p12f;
     static constexpr float kMost = 0x1p60f;
-    float in = 1.f, out = 1.f;  // scale of what comes in (V), and its inverse for what goes out
-    u32 low = kLow;  // 0 where `in` is at its most: a state that only decays (a transition's M) arrives there for good
+    static constexpr u32 kOnes = 0x3f803f80u;
+    u32 in = kOnes, out = kOnes;  // scale of what comes in (V), and its inverse for what goes out: two bf16 each
+    float low = kLow;  // 0 where `in` is at its most: a state that only decays (a transition's M) arrives there for good
 
-    // Largest magnitude of U over the warp, as bits; u: this lane's part.
-    DEVICE static u32 largest(const float* u) {
+    // Largest magnitude of this lane's part of U.
+    DEVICE static float largest(const float* u) {
         const float a = fmaxf(fmaxf(fabsf(u[0]), fabsf(u[1])), fmaxf(fabsf(u[2]), fabsf(u[3])));
         const float b = fmaxf(fmaxf(fabsf(u[4]), fabsf(u[5])), fmaxf(fabsf(u[6]), fabsf(u[7])));
-        return warp_max(__float_as_uint(fmaxf(a, b)));
+        return fmaxf(a, b);
     }
-    DEVICE bool fits(u32 bits) const { return bits >= low && bits <= kHigh; }
-    // The factor by which everything scaled must be multiplied when it does not fit.
+    DEVICE bool fits(float mine) const {
+        const bool high = __any_sync(kAllLanes, mine > kHigh), enough = __any_sync(kAllLanes, mine >= low);
+        return enough && !high;
+    }
+    // The factor by which everything scaled must be multiplied when it does not fit; bits: the warp's largest.
     DEVICE float adjust(u32 bits) {
         if (bits == 0u || bits >= 0x7f800000u) return 1.f;  // nothing to scale by
         const int exponent = static_cast<int>(bits >> 23) - 127;  // bring the largest to about 2^4
         float factor = __int_as_float(min(max(127 + 4 - exponent, 1), 254) << 23);
-        factor = fminf(fmaxf(factor, out / kMost), out * kMost);
-        in *= factor;
-        out = __int_as_float(0x7f000000 - __float_as_int(in));  // of a power of two
-        low = in < kMost ? kLow : 0u;
+        factor = fminf(fmaxf(factor, low_bf16(out) * (1.f / kMost)), low_bf16(out) * kMost);
+        const float scale = low_bf16(in) * factor;
+        in = pack_bf16(scale, scale);
+        out = 0x7f007f00u - in;  // of a power of two
+        low = scale < kMost ? kLow : 0.f;
         return factor;
     }
 };
@@ -89,7 +95,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 state[4 * j + e] = identity && row + (e >> 1) * 8 == column + 8 * j + (e & 1) ? 1.f : 0.f;
-    } else if (w.has_initial && !w.from_zero) {
+    } else if (!C::kParts && w.has_initial) {
         load_state(state, p.initial, w.read_slot * p.initial_stride + head_offset(), row, column,
                    pool_layout(p, kInitialFloat));
     } else {
@@ -119,14 +125,18 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     const u32 small_lane = ((lane >> 3) & 1) * 256 + ((lane >> 4) * 8 + (lane & 7)) * 16;
     const u32 staging = shared + C::staging + warp_index * C::kStaging;
     const u32 staging_read = staging + (lane >> 4) * 256 + (lane & 15) * 16;
-    u16* out = p.out + (w.first_token - kChunk + (lane & 15)) * p.out_token_stride +
-               w.head * p.out_head_stride + v_half * 64 + warp * 16 + (lane >> 4) * 8;  // one chunk before the first
+    u16* const out = p.out + (w.first_token + (lane & 15)) * p.out_token_stride + w.head * p.out_head_stride +
+                     v_half * 64 + warp * 16 + (lane >> 4) * 8;  // of the run's first chunk
 
     float products[16];  // [W 8 | O' 8]
-    u32 v[4] = {0, 0, 0, 0}, inverse[4], inverse_low[4], intra[4];
+    u32 v[4] = {0, 0, 0, 0}, intra[4], marked = 0;
+    bool exact = false;  // of the chunk at hand, whose keys are nearly the same: products with their low parts
     u32 u[4], u_low[4], output[4];
-    Pair scale, scale8, query_scale, query_scale8;
-    Quad early_decay[kEarlyDecays];
+    Quad scale, query_scale;
+    Pair inverse[3];
+    // Fours of channels whose decay is loaded with the operands; the others come beside W. Warm-ups and norms take registers.
+    constexpr int kEarly = (C::kForm == Form::kWhole && C::kParts) || C::kNorms ? 1 : 2;
+    Quad early_decay[kEarly];
     Range range;
 
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
@@ -137,9 +147,11 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();
     };
     auto read_output = [&]() { row_piece = load_shared_words4(staging_read); };
-    auto write_output = [&](int rows) {
+    auto write_output = [&](int chunk, int rows) {
+        const u64 to = reinterpret_cast<u64>(out) +
+                       static_cast<u64>(chunk * (2u * kChunk)) * static_cast<u32>(p.out_token_stride);
         if ((lane & 15) < rows)
-            asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(out), "r"(row_piece.x), "r"(row_piece.y),
+            asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(row_piece.x), "r"(row_piece.y),
                          "r"(row_piece.z), "r"(row_piece.w)
                          : "memory");
         __syncwarp();
@@ -147,29 +159,30 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     int stage_index = base % C::kStages, parity = (base / C::kStages) & 1;  // of the chunk loaded last
     u32 stage = shared + C::stages + stage_index * C::kStageBytes, full = shared + C::full + 8 * stage_index;
-    auto load_decay = [&](int j) { return load_shared_quad(stage + Stage::decay + q * Stage::decay_row + j * 16); };
+    const u32 lane_row = kept(Stage::decay + q * Stage::lane_row, lane), lane8 = kept(lane * 8, lane);
+    auto load_decay = [&](int j) { return load_shared_quad(stage + lane_row + j * 16); };
     auto load_operands = [&](int i) {
         barrier_wait(full, parity);
         if (!identity) load_matrix_transposed(v, stage + v_lane);
-        load_matrix(inverse, stage + Stage::inverse + small_lane);
-        load_matrix(inverse_low, stage + Stage::inverse_low + small_lane);
-        scale = load_shared_pair(stage + Stage::row_scale + q * 8);
-        scale8 = load_shared_pair(stage + Stage::row_scale + 32 + q * 8);
 #pragma unroll
-        for (int j = 0; j < kEarlyDecays; j++) early_decay[j] = load_decay(j);
+        for (int j = 0; j < 3; j++)
+            inverse[j] = load_shared_pair(stage + lane8 + Stage::inverse + j * Stage::inverse_block);
+        marked = load_shared(stage + Stage::exact);
+        scale = load_shared_quad(stage + lane_row + Stage::key_scale);
+#pragma unroll
+        for (int j = 0; j < kEarly; j++) early_decay[j] = load_decay(j);
         if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
     };
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
         const bool has_output = C::kOutputs && !C::kNorms && writes;
-        if (has_output) out += kChunk * p.out_token_stride;
         u32 state_bf16[32];
 #pragma unroll
         for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
-        const u64 kd_qd = swizzled_tile(stage + Stage::kd_qd, 16, 1024);
+        const u32 kd_qd = swizzled_tile(stage + Stage::kd_qd, 16);
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 8; s++) {
-            const u64 tile = kd_qd + ((s >> 2) * 4096 + (s & 3) * 32) / 16;
+            const u32 tile = kd_qd + ((s >> 2) * 4096 + (s & 3) * 32) / 16;
             if constexpr (C::kOutputs)
                 wgmma_n32(products, state_bf16 + 4 * s, tile, s > 0);
             else
@@ -181,7 +194,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         if (has_output) read_output();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const Quad e = j < kEarlyDecays ? early_decay[j] : load_decay(j);
+            const Quad e = j < kEarly ? early_decay[j] : load_decay(j);
             float* s = state + 8 * j;
             s[0] *= e.x;
             s[1] *= e.y;
@@ -192,65 +205,72 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             s[6] *= e.z;
             s[7] *= e.w;
         }
-        if (has_output) write_output(rows);
+        if (has_output) write_output(i - 1, rows);
         wgmma_wait<0>();
         if constexpr (C::kOutputs) {
             load_matrix(intra, stage + Stage::intra + small_lane);
-            query_scale = load_shared_pair(stage + Stage::row_scale + 64 + q * 8);
-            query_scale8 = load_shared_pair(stage + Stage::row_scale + 96 + q * 8);
+            query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
         }
-        float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0}, rest[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        u32 high[4], low[4];
+        float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            const Pair y = t < 2 ? scale : scale8;
-            r[2 * t] = fmaf(-y.x, products[2 * t], low_bf16(v[t]) * range.in);
-            r[2 * t + 1] = fmaf(-y.y, products[2 * t + 1], high_bf16(v[t]) * range.in);
+            r[2 * t] = fmaf(-(t < 2 ? scale.x : scale.z), products[2 * t], low_bf16(v[t]));
+            r[2 * t + 1] = fmaf(-(t < 2 ? scale.y : scale.w), products[2 * t + 1], high_bf16(v[t]));
         }
-#pragma unroll
-        for (int t = 0; t < 4; t++) high[t] = pack_bf16(r[2 * t], r[2 * t + 1]);
-        mma(x, high, inverse[0], inverse[1]);
-        mma(x + 4, high, inverse[2], inverse[3]);
-        mma(rest, high, inverse_low[0], inverse_low[1]);
-        mma(rest + 4, high, inverse_low[2], inverse_low[3]);
-#pragma unroll
-        for (int t = 0; t < 4; t++) low[t] = pack_bf16(r[2 * t] - low_bf16(high[t]), r[2 * t + 1] - high_bf16(high[t]));
-        mma(rest, low, inverse[0], inverse[1]);
-        mma(rest + 4, low, inverse[2], inverse[3]);
-#pragma unroll
-        for (int t = 0; t < 8; t++) x[t] += rest[t];
-        const u32 largest = Range::largest(x);
-        auto split = [&]() {
-#pragma unroll
-            for (int t = 0; t < 4; t++) {
-                u[t] = pack_f16(x[2 * t], x[2 * t + 1]);
-                u_low[t] = pack_f16(x[2 * t] - low_f16(u[t]), x[2 * t + 1] - high_f16(u[t]));
-            }
+        auto multiply_inverse = [](float* x, const float* r, const Pair* b) {
+            mma_tf32(x + 4, r[0], r[2], r[1], r[3], b[1].x, b[1].y);
+            mma_tf32(x, r[0], r[2], r[1], r[3], b[0].x, b[0].y);
+            mma_tf32(x + 4, r[4], r[6], r[5], r[7], b[2].x, b[2].y);
         };
-        split();  // while the warp agrees on the largest
+        multiply_inverse(x, r, inverse);
+        exact = __any_sync(kAllLanes, marked);
+        auto is_exact = [&](int token) { return token >= kChunk - static_cast<int>(marked); };
+        if (exact) {
+            float low[8];
+            Pair exact_inverse[3], inverse_low[3];  // rows of the tokens that need it
+            auto rest = [](float x) { return __uint_as_float(__float_as_uint(x) - kHalfTf32) - cut_tf32(x); };
+#pragma unroll
+            for (int j = 0; j < 3; j++) {
+                const bool needed = is_exact(j == 0 ? g : g + 8);
+                exact_inverse[j] = needed ? inverse[j] : Pair{0.f, 0.f};
+                inverse_low[j] = needed ? Pair{rest(inverse[j].x), rest(inverse[j].y)} : Pair{0.f, 0.f};
+            }
+#pragma unroll
+            for (int t = 0; t < 8; t++) low[t] = r[t] - cut_tf32(r[t]);
+            multiply_inverse(x, low, exact_inverse);
+            multiply_inverse(x, r, inverse_low);
+        }
+        const float largest = Range::largest(x);
+        auto round = [&]() {
+#pragma unroll
+            for (int t = 0; t < 4; t++) u[t] = pack_f16(x[2 * t], x[2 * t + 1]);
+        };
+        round();  // while the warp agrees on the largest
         if (!range.fits(largest)) {  // rare
-            const float factor = range.adjust(largest);
+            const float factor = range.adjust(warp_max(__float_as_uint(largest)));
 #pragma unroll
             for (int t = 0; t < 64; t++) state[t] *= factor;
 #pragma unroll
             for (int t = 0; t < 8; t++) x[t] *= factor;
 #pragma unroll
             for (int t = 8; t < 16; t++) products[t] *= factor;
-            split();
+            round();
+        }
+        if (exact) {
+#pragma unroll
+            for (int t = 0; t < 4; t++)
+                u_low[t] = pack_f16(x[2 * t] - low_f16(u[t]), x[2 * t + 1] - high_f16(u[t]));
         }
     };
     auto back = [&](int i) {
-        float o[8] = {0, 0, 0, 0, 0, 0, 0, 0}, o_low[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        float o[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         if constexpr (C::kOutputs) {  // before the update: behind it, they would wait for the tensor cores
             mma_f16(o, u, intra[0], intra[1]);
             mma_f16(o + 4, u, intra[2], intra[3]);
-            mma_f16(o_low, u_low, intra[0], intra[1]);
-            mma_f16(o_low + 4, u_low, intra[2], intra[3]);
         }
-        const u64 kr = swizzled_tile(stage + Stage::kr, 2048, 1024);
+        const u32 kr = swizzled_tile(stage + Stage::kr, 2048);
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
-        wgmma_f16_n128(state, u_low, kr);
         wgmma_commit();
         const u32 empty = full + C::empty - C::full, this_stage = stage;
         stage += C::kStageBytes;
@@ -266,14 +286,23 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         if constexpr (C::kOutputs) {
 #pragma unroll
             for (int t = 0; t < 4; t++) {
-                const Pair y = t < 2 ? query_scale : query_scale8;
-                output[t] = pack_bf16(range.out * fmaf(y.x, products[8 + 2 * t], o[2 * t] + o_low[2 * t]),
-                                      range.out * fmaf(y.y, products[9 + 2 * t], o[2 * t + 1] + o_low[2 * t + 1]));
+                const Pair y = t < 2 ? Pair{query_scale.x, query_scale.y} : Pair{query_scale.z, query_scale.w};
+                const float first = fmaf(y.x, products[8 + 2 * t], o[2 * t]);
+                const float second = fmaf(y.y, products[9 + 2 * t], o[2 * t + 1]);
+                output[t] = multiply_bf16(pack_bf16(first, second), range.out);
             }
             stage_output(this_stage);
         }
+#pragma unroll
+        for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
         wgmma_wait<0>();
-        if (arrives(lane)) {
+        if (exact) {
+            wgmma_fence();
+            wgmma_f16_n128(state, u_low, kr);
+            wgmma_commit();
+            wgmma_wait<0>();
+        }
+        if (arrives()) {
             barrier_arrive(empty);
             if constexpr (C::kCluster) barrier_arrive_remote(empty, rank ^ 1);
         }
@@ -295,26 +324,25 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             const int slot = p.checkpoint_slot[checkpoint];
             if (slot >= 0 && slot < p.checkpoint_rows)
                 store_state(state, p.checkpoint_pool, slot * p.checkpoint_stride + head_offset(), row, column,
-                            pool_layout(p, kCheckpointFloat), range.out);
+                            pool_layout(p, kCheckpointFloat), low_bf16(range.out));
             checkpoint++;
             find_checkpoint();
         }
     }
     if (C::kOutputs && !C::kNorms && n > warm_up) {
-        out += kChunk * p.out_token_stride;
         read_output();
-        write_output(w.rows - (n - 1) * kChunk);
+        write_output(n - 1, w.rows - (n - 1) * kChunk);
     }
 
     if constexpr (C::kForm == Form::kTransition) {
         if (identity)
-            store_transition(state, p.transitions + transition_offset(p, w, w.part) + 128 * 128, row, q, range.out);
+            store_transition(state, p.transitions + transition_offset(p, w, w.part) + 128 * 128, row, q, low_bf16(range.out));
         else
-            store_state(state, p.transitions, transition_offset(p, w, w.part), row, column, dense, range.out);
+            store_state(state, p.transitions, transition_offset(p, w, w.part), row, column, dense, low_bf16(range.out));
     } else if constexpr (kFirstStep) {
-        store_state(state, p.starts, start_offset(p, w), row, column, dense, range.out);
+        store_state(state, p.starts, start_offset(p, w), row, column, dense, low_bf16(range.out));
     } else if (p.final_ && w.last_part) {
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
-                    pool_layout(p, kFinalFloat), range.out);
+                    pool_layout(p, kFinalFloat), low_bf16(range.out));
     }
 }

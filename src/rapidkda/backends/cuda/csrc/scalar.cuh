@@ -19,11 +19,17 @@ struct Select<false, A, B> {
 };
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr u32 kAllLanes = 0xffffffffu;
 
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
     return y;
 }
 DEVICE float reciprocal(float x) {
@@ -46,6 +52,7 @@ DEVICE u32 pack_bf16(float low, float high) {
 }
 DEVICE float low_bf16(u32 word) { return __uint_as_float(word << 16); }
 DEVICE float high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+// Both halves of a word times those of another.
 DEVICE u32 multiply_bf16(u32 x, u32 y) {
     u32 r;
     asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(x), "r"(y));
@@ -69,6 +76,9 @@ DEVICE float high_f16(u32 word) {
 }
 DEVICE float load_bf16(const void* p) { return __uint_as_float(static_cast<u32>(*static_cast<const u16*>(p)) << 16); }
 
+// What tf32 keeps of an fp32.
+DEVICE float cut_tf32(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+
 // Largest of an unsigned value over the warp.
 DEVICE u32 warp_max(u32 x) {
     u32 r;
@@ -83,6 +93,9 @@ DEVICE int fresh_lane() {
     asm volatile("mov.u32 %0,%%laneid;" : "=r"(lane));
     return lane;
 }
+
+// A lane's own value from a shuffle: the assembler keeps it instead of making it anew wherever it is used.
+DEVICE u32 kept(u32 x, int lane) { return __shfl_sync(kAllLanes, x, lane); }
 
 struct alignas(8) Pair {
     float x, y;

@@ -45,14 +45,6 @@ DEVICE void store_shared_words2(u32 a, u32 x, u32 y) {
 DEVICE void store_shared_quad(u32 a, Quad v) {
     asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(a), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// The two halves of a word, to two places.
-DEVICE void store_shared_halves(u32 low, u32 high, u32 v) {
-    asm volatile("{.reg .b16 a,b; mov.b32 {a,b},%2; st.shared.b16 [%0],a; st.shared.b16 [%1],b;}" ::"r"(low), "r"(high),
-                 "r"(v));
-}
-DEVICE void store_shared_low(u32 a, u32 v) {
-    asm volatile("{.reg .b16 a,b; mov.b32 {a,b},%1; st.shared.b16 [%0],a;}" ::"r"(a), "r"(v));
-}
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void load_matrix(u32* r, u32 a) {

@@ -2,7 +2,7 @@
 // of L in half precision lose everything for near-collinear keys; substitution does not.
 #pragma once
 #include "layout.cuh"
-#include "tiles.cuh"
+#include "row_scale.cuh"
 
 // Scratch of a producer group.
 struct Scratch {
@@ -14,35 +14,63 @@ struct Scratch {
 
 DEVICE u32 lower_entry(u32 scratch, int i, int j) { return scratch + Scratch::lower + j * Scratch::lower_row + i * 4; }
 
+// This lane's entries of L: rows g and g + 8 of columns 2q and 2q + 1, then row g + 8 of columns 8 + 2q and 9 + 2q.
+struct LowerEntries {
+    float l[6];
+};
+constexpr float kNearCollinear = 0.97f;  // an entry of L above it: products take their low parts, see recurrence.cuh
+DEVICE void store_lower(u32 scratch, u32 stage, int lane, LowerEntries x) {
+    const int g = lane >> 2, c = 2 * (lane & 3);
+    const u32 to = lower_entry(scratch, g, c);
+    constexpr int next = Scratch::lower_row;
+    store_shared_float(to, x.l[0]);
+    store_shared_float(to + next, x.l[1]);
+    store_shared_float(to + 32, x.l[2]);
+    store_shared_float(to + next + 32, x.l[3]);
+    store_shared_float(to + 8 * next + 32, x.l[4]);
+    store_shared_float(to + 9 * next + 32, x.l[5]);
+    // How many tokens there are from the first one whose row has an entry above the threshold: no token depends on a
+    // later one, not even in its rounding.
+    auto above = [](float y) { return fabsf(y) > kNearCollinear; };
+    const bool row = (g > c && above(x.l[0])) || (g > c + 1 && above(x.l[1]));
+    const bool row8 = above(x.l[2]) || above(x.l[3]) || (g > c && above(x.l[4])) || (g > c + 1 && above(x.l[5]));
+    const u32 most = warp_max(row ? kChunk - g : row8 ? kChunk - 8 - g : 0);
+    if (lane == 0) store_shared(stage + Stage::exact, most);
+}
+
 // The scales that turn raw products <k_i, k_j> into L: rows g and g + 8 (times beta), columns 2q, 2q + 1 and 8 + those.
 struct LowerScales {
     float row, row8;
-    Pair column, column8;
+    Quad columns;
 };
 DEVICE LowerScales lower_scales(u32 scales, int lane, float beta) {
     const int g = lane >> 2, q = lane & 3;
-    return LowerScales{load_shared_float(scales + g * 4) * __shfl_sync(kAllLanes, beta, g),
-                       load_shared_float(scales + 32 + g * 4) * __shfl_sync(kAllLanes, beta, g + 8),
-                       load_shared_pair(scales + q * 8), load_shared_pair(scales + 32 + q * 8)};
+    return LowerScales{load_shared_float(scales + scale_of(g)) * __shfl_sync(kAllLanes, beta, g),
+                       load_shared_float(scales + scale_of(g) + 8) * __shfl_sync(kAllLanes, beta, g + 8),
+                       load_shared_quad(scales + q * 16)};
 }
 
 // Scales of the keys, 1 / |k_i|, from the diagonal of the products within the chunk: rows g and g + 8.
-DEVICE void norm_scales(u32 scales, u32 row_scale, float first, float second, int lane, int rows, float down) {
+DEVICE void norm_scales(u32 scales, u32 stage, float first, float second, int lane, int rows, float down) {
     const int g = lane >> 2;
     if ((lane & 3) == (g >> 1)) {
         const float a = g < rows ? inverse_sqrt(first + 1e-6f) : 0.f;
         const float b = g + 8 < rows ? inverse_sqrt(second + 1e-6f) : 0.f;
-        store_shared_float(scales + g * 4, a);
-        store_shared_float(scales + 32 + g * 4, b);
-        store_shared_float(row_scale + g * 4, a * down);
-        store_shared_float(row_scale + 32 + g * 4, b * down);
+        const u32 to = scales + (lane & 3) * 16 + (g & 1) * 4;
+        const u32 stage_to = stage + Stage::decay + (lane & 3) * Stage::lane_row + Stage::key_scale + (g & 1) * 4;
+        store_shared_float(to, a);
+        store_shared_float(to + 8, b);
+        store_shared_float(stage_to, a * down);
+        store_shared_float(stage_to + 8, b * down);
     }
     __syncwarp();
 }
 
-// Diag(key scale) (I + L)^-1 Diag(beta), as a high and a low bf16 part: the consumers multiply raw keys, so the rows
-// carry their scale. By blocks of 8: A and D, the inverses of the diagonal ones, by substitution, side by side; below
-// them X = -D C A, C the block of L. scales: of the keys; beta: of token `lane`.
+constexpr u32 kHalfTf32 = 0x1000u;  // added to the bits of an fp32, it makes cutting to tf32 rounding
+
+// Diag(key scale) (I + L)^-1 Diag(beta): the consumers multiply raw keys, so the rows carry their scale. By blocks of 8:
+// A and D, the inverses of the diagonal ones, by substitution, side by side; below them X = -D C A, C the block of L.
+// scales: of the keys; beta: of token `lane`.
 DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float beta) {
     constexpr int row = Scratch::lower_row;
     const u32 lower = scratch + Scratch::lower;
@@ -87,22 +115,14 @@ DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float 
     __syncwarp();
     const Pair below = multiply(lower + 8 * row + 32 + pair, products);
 
-    const u32 to = stage + Stage::inverse;
-    constexpr int low_part = Stage::inverse_low - Stage::inverse;
-    auto store = [&](u32 at, float y0, float y1) {  // two rows
-        const u32 high = pack_bf16(y0, y1);
-        store_shared_halves(at, at + 16, high);
-        store_shared_halves(at + low_part, at + low_part + 16, pack_bf16(y0 - low_bf16(high), y1 - high_bf16(high)));
+    auto store = [&](u32 at, Pair y, float strength, Pair scale) {  // two rows
+        store_shared(at, __float_as_uint(y.x * strength * scale.x) + kHalfTf32);
+        store_shared(at + 32, __float_as_uint(y.y * strength * scale.y) + kHalfTf32);
     };
     const float strength = __shfl_sync(kAllLanes, beta, lane & 15), strength_below = -__shfl_sync(kAllLanes, beta, j);
-    const int first_row = 8 * block + 4 * half;
-    const Quad scale = load_shared_quad(scales + first_row * 4);
-    const Pair scale_below = load_shared_pair(scales + 32 + pair);
-    const u32 at = to + small_matrix(first_row, lane & 15);
-    store(at, own.x * strength * scale.x, own.y * strength * scale.y);
-    store(at + 32, own.z * strength * scale.z, own.w * strength * scale.w);
-    store(to + small_matrix(8, j) + pair * 4, below.x * strength_below * scale_below.x,
-          below.y * strength_below * scale_below.y);
-    store_shared(to + 256 + lane * 4, 0u);  // above the diagonal
-    store_shared(to + 256 + lane * 4 + low_part, 0u);
+    const u32 to = stage + Stage::inverse + j * 4, at = to + 2 * block * Stage::inverse_block + half * 128;
+    const u32 scale = scales + half * 32 + block * 8;
+    store(at, Pair{own.x, own.y}, strength, load_shared_pair(scale));
+    store(at + 64, Pair{own.z, own.w}, strength, load_shared_pair(scale + 16));
+    store(to + Stage::inverse_block + pair * 8, below, strength_below, load_shared_pair(scales + pair * 2 + 8));
 }

@@ -21,8 +21,5 @@ DEVICE u32 a_operand_split(u32 half, int lane, int step, u32 second) {
     return half + ((lane >> 3) & 1) * second + row * 128 + ((piece ^ row) << 4);
 }
 
-// Byte offset of element (row, column) in a 16 x 16 bf16 matrix [2 column halves][16][8].
-DEVICE u32 small_matrix(int row, int column) { return (column >> 3) * 256 + row * 16 + (column & 7) * 2; }
-
 // x where row >= column (inclusive) or row > column.
 DEVICE float lower(float x, int row, int column) { return row >= column ? x : 0.f; }
