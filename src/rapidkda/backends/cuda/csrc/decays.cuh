@@ -113,3 +113,28 @@ DEVICE void write_decayed(const float* decay, const Anchors& a, u32 raw_queries,
                             pack_f16(i[2] * a.last[2], i[3] * a.last[3]));
     }
 }
+
+// What fp16 leaves of this lane's keys of the update, for consumers that add it up (layout.cuh, low_keys). The keys are
+// made again from the raw ones.
+DEVICE void write_low_keys(const float* decay, const Anchors& a, u32 raw_keys, u32 low_keys, int warp, int lane) {
+    const u32 word = lane_word(lane);
+    // Channels 64 warp + 4 (lane % 16) + c: n-tile 8 warp + (lane % 16) / 2, its row 4 (lane % 2) + c.
+    const int tile = 8 * warp + ((lane & 15) >> 1);
+    const u32 to = low_keys + (tile >> 2) * 512 + (lane & 1) * 256 + (tile & 3) * 4 + (lane >> 4) * 2;
+#pragma unroll
+    for (int t = 0; t < 8; t += 2) {
+        float low[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const Words2 key = load_shared_words2(raw_keys + row_word(word, t + i));
+            const float k[4] = {low_bf16(key.x), high_bf16(key.x), low_bf16(key.y), high_bf16(key.y)};
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const float x = k[c] * exp2_approx(-(decay[4 * (t + i) + c] + a.offset[c])) * a.last[c];
+                low[i][c] = (x - low_f16(pack_f16(x, 0.f))) * 0x1p11f;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) store_shared_upper_bytes(to + c * 64 + t * 8, pack_f16(low[0][c], low[1][c]));
+    }
+}

@@ -18,7 +18,7 @@ struct Stage {
     // Tinv, fp32 with half a unit of tf32 added, its three 8 x 8 blocks: of rows and columns 0..7, of rows 8..15 with
     // columns 0..7, and with columns 8..15.
     static constexpr int inverse = 12288, inverse_block = 288;
-    static constexpr int exact = 13152;     // near-collinear keys: how many of the last tokens need low parts of products
+    static constexpr int exact = 13152;     // Marks of the chunk, see Exact
     static constexpr int intra = 13312;     // Aqk, fp16 [2 column halves][16][8]
     // What lane q of four needs, fp32: exp(G_C) [16 n-tiles][2], then the scales of k and of q of tokens 2q, 2q + 1, 8 +
     // 2q, 9 + 2q.
@@ -27,6 +27,14 @@ struct Stage {
     static constexpr int key_scale = 128, query_scale = 144;  // within a lane's row
     static constexpr int prepared = decay + 4 * lane_row;     // bytes copied to the peer
     static constexpr int v = 15360;          // [1 or 2 halves][16][128 B]
+};
+
+// Chunks whose products take their low parts too (recurrence.cuh): how many of the last tokens need them, 0 in nearly
+// all chunks, and whether low parts of the update's keys are in the stage.
+struct Exact {
+    static constexpr float kStrong = 31.f / 32;  // write strengths above it: hardly anything is left of what they replace
+    static constexpr float kAlike = 0.5f;        // entries of L above it: the keys are nearly the same
+    static constexpr u32 kLowKeys = 32;          // added to the number of tokens
 };
 
 // kParts: runs are parts of segments, some of which start from nothing (seams.cu).
@@ -61,7 +69,13 @@ struct Config {
                                           kThreads * kLaunchRegisters);
     // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups.
     static constexpr int kStages = kCluster ? 8 : 4;
-    static constexpr int kStageBytes = Stage::v + (kForm == Form::kPair ? 2048 : 4096);
+    // Behind V: low parts of the update's keys in chunks with strong writes, [4 x 4 n-tiles][lane][n-tile][tokens 2q,
+    // 2q + 1, 8 + 2q, 9 + 2q], the upper bytes of fp16 words 2^11 times as large. Transitions have no room for them, nor
+    // has a pair that convolves.
+    static constexpr bool kLowKeys = kOutputs && !(kForm == Form::kPair && kConvolves);
+    static constexpr int low_keys = Stage::v + (kForm == Form::kPair ? 2048 : 4096);
+    static constexpr int kLowKeyBytes = kLowKeys ? 2048 : 0;
+    static constexpr int kStageBytes = low_keys + kLowKeyBytes;
 
     static constexpr int kGateTile = kGateFloat ? 8192 : 4096;
     static constexpr int raw_v = 8192 + kGateTile;       // within a slot, where the kernel convolves

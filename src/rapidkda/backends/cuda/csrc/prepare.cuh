@@ -30,12 +30,14 @@ DEVICE int v_bytes(u32 rank) {
     return C::kForm == Form::kWhole ? 4096 : C::kForm == Form::kPair ? 2048 : rank == 0 ? 4096 : 0;
 }
 
-// Announce and start the loads of V, for this CTA and, in a cluster, on the peer's behalf. One thread.
+// Announce and start the loads of V, for this CTA and, in a cluster, on the peer's behalf. One thread. strong: low parts
+// of keys will follow.
 template <class C>
-DEVICE void load_v(const Params& p, const Work& w, u32 stage, u32 full, int token, u32 rank) {
+DEVICE void load_v(const Params& p, const Work& w, u32 stage, u32 full, int token, u32 rank, bool strong) {
     const u32 v = stage + Stage::v, peer = rank ^ 1;
     barrier_expect(full, v_bytes<C>(rank));
-    if constexpr (C::kCluster) barrier_expect_remote(full, peer, Stage::prepared + v_bytes<C>(peer));
+    if constexpr (C::kCluster)
+        barrier_expect_remote(full, peer, Stage::prepared + (strong ? C::kLowKeyBytes : 0) + v_bytes<C>(peer));
     if constexpr (C::kForm == Form::kWhole) {
         copy_tile(v, &p.v, token, 0, w.head, full);
         copy_tile(v + 2048, &p.v, token, 1, w.head, full);
@@ -135,7 +137,6 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const int query_head = w.head / p.group;
     constexpr int kCtas = C::kCluster ? 2 : 1, kStep = C::kGroups * kCtas;  // chunks between two of this group
     const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
-    const int first_turn = (base + first) / kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
     const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
     // Named barriers of this group.
@@ -157,7 +158,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll 1
         for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
             if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
-    u32 beta_bits = warp == (first_turn & 1) && this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0u;
+    u32 beta_bits = this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0u;
 
     const u32 half = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
@@ -170,8 +171,9 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
         const int rows = min(kChunk, w.rows - i * kChunk);
-        const float beta = solver && lane < rows ? decode_beta(p, beta_bits) : 0.f;
-        if (!solver && lane < 16) beta_bits = load_beta(p, w, (i + kStep) * kChunk + lane);  // the next solver
+        const float beta = lane < rows ? decode_beta(p, beta_bits) : 0.f;
+        if (lane < 16) beta_bits = load_beta(p, w, (i + kStep) * kChunk + lane);
+        const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);  // tokens
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if constexpr (C::kConvolves) {
             if (i == 0 && w.first_chunk == 0) write_history<C>(p, b, w, raw, query_head, warp, lane);
@@ -202,7 +204,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         if constexpr (C::kConvolves)
             hand_values_over<C>(raw, stage, full, rank, warp, lane, !solver);
         else if (!solver && lane == 0)
-            load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank);
+            load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank, strong);
         __syncwarp();  // the scales are written by other lanes
         if (lane < 16 && (!solver || !l2norm))
             store_shared_float(stage + Stage::decay + (solver ? Stage::key_scale : Stage::query_scale) +
@@ -214,6 +216,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);  // by the last solver
         const Anchors anchors = find_anchors<Gate>(decay + 28, lane);
         write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, own_kr, lane_word(lane));
+        if (C::kLowKeys && strong)  // rare
+            write_low_keys(decay, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
         store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::lane_row + (pair >> 2) * 8, anchors.end[0],
                           anchors.end[1]);
@@ -224,7 +228,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();
         const Products products = multiply_own<Gate>(own_inverse, own_kd, factors, lane);
         combine<Gate>(products, own_inverse, inverse + (warp ^ 1) * (C::kGateTile / 2), stage, scratch, scales, solver,
-                      lane, beta, rows, l2norm, exchange, exchange_read);
+                      lane, beta, rows, l2norm, exchange, exchange_read, strong, C::kLowKeys);
         if (C::kEarlyReload && !solver && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
         fence_async_proxy();
         __syncwarp();
@@ -235,7 +239,10 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         }
         named_barrier(chunk_done, 64);
         if constexpr (C::kCluster)
-            if (lane == 0) copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
+            if (lane == 0) {
+                copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
+                if (C::kLowKeys && strong) copy_to_peer(stage + C::low_keys, rank ^ 1, C::kLowKeyBytes, full);
+            }
         if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
     }
 }

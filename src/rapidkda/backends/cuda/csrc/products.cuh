@@ -76,10 +76,12 @@ DEVICE Sums take(u32 from, const Products& x) {
 
 // The solver: the keys' scales, L, scaled, into the scratch, and the solve. The other: Aqk into the stage.
 // own, other: inverse-decayed keys of the two warps, where the exchange takes place; beta: of token `lane` (solver,
-// lane < 16); exchange: a named barrier; exchange_read: the one at which the solver tells that it has read, or 0.
+// lane < 16); exchange: a named barrier; exchange_read: the one at which the solver tells that it has read, or 0; strong:
+// bits of tokens with strong writes; low_keys: whether the low parts of keys go with them.
 template <class Gate>
 DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32 scratch, u32 scales, bool solver,
-                    int lane, float beta, int rows, bool l2norm, int exchange, int exchange_read) {
+                    int lane, float beta, int rows, bool l2norm, int exchange, int exchange_read, u32 strong,
+                    bool low_keys) {
     if (solver)
         give<2>(own + lane * 8, products);
     else
@@ -106,7 +108,8 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
     store_lower(scratch, stage, lane,
                 {x.first.x * y.row * y.columns.x, x.first.y * y.row * y.columns.y, x.across.x * y.row8 * y.columns.x,
                  x.across.y * y.row8 * y.columns.y, x.second.x * y.row8 * y.columns.z,
-                 x.second.y * y.row8 * y.columns.w});
+                 x.second.y * y.row8 * y.columns.w},
+                strong, low_keys);
     __syncwarp();
     solve_and_store(stage, scratch, scales, lane, beta);
 }

@@ -39,8 +39,10 @@ struct Range {
     static constexpr float kLow = 0x1p-7f, kHigh = 0x1p12f;
     static constexpr float kMost = 0x1p60f;
     static constexpr u32 kOnes = 0x3f803f80u;
-    u32 in = kOnes, out = kOnes;  // scale of what comes in (V), and its inverse for what goes out: two bf16 each
+    u32 in = kOnes;    // scale of what comes in (V), two bf16
     float low = kLow;  // 0 where `in` is at its most: a state that only decays (a transition's M) arrives there for good
+
+    DEVICE u32 out() const { return 0x7f007f00u - in; }  // and of what goes out: the inverse, of a power of two
 
     // Largest magnitude of this lane's part of U.
     DEVICE static float largest(const float* u) {
@@ -57,10 +59,9 @@ struct Range {
         if (bits == 0u || bits >= 0x7f800000u) return 1.f;  // nothing to scale by
         const int exponent = static_cast<int>(bits >> 23) - 127;  // bring the largest to about 2^4
         float factor = __int_as_float(min(max(127 + 4 - exponent, 1), 254) << 23);
-        factor = fminf(fmaxf(factor, low_bf16(out) * (1.f / kMost)), low_bf16(out) * kMost);
+        factor = fminf(fmaxf(factor, low_bf16(out()) * (1.f / kMost)), low_bf16(out()) * kMost);
         const float scale = low_bf16(in) * factor;
         in = pack_bf16(scale, scale);
-        out = 0x7f007f00u - in;  // of a power of two
         low = scale < kMost ? kLow : 0.f;
         return factor;
     }
@@ -68,6 +69,21 @@ struct Range {
 
 DEVICE PoolLayout pool_layout(const Params& p, u32 is_float) {
     return PoolLayout{(p.flags & is_float) != 0, (p.flags & kStateVFirst) != 0, (p.flags & kVectorStates) != 0};
+}
+
+// U times the low parts of the keys (layout.cuh, low_keys; `keys`: this lane's).
+DEVICE void add_low_keys(float* state, const u32* u, u32 keys) {
+    u32 scaled[4];
+#pragma unroll
+    for (int t = 0; t < 4; t++) scaled[t] = multiply_f16(u[t], 0x10001000u);  // 2^-11, twice
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const Words4 word = load_shared_words4(keys + j * 512);
+        const u32 words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            mma_f16(state + 16 * j + 4 * i, scaled, __byte_perm(words[i], 0, 0x1404), __byte_perm(words[i], 0, 0x3424));
+    }
 }
 
 // kFirstStep: beside the transitions, in the first of two launches; the last state is where the second one starts.
@@ -150,7 +166,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     auto write_output = [&](int chunk, int rows) {
         const u64 to = reinterpret_cast<u64>(out) +
                        static_cast<u64>(chunk * (2u * kChunk)) * static_cast<u32>(p.out_token_stride);
-        if ((lane & 15) < rows)
+        if ((fresh_lane() & 15) < rows)
             asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(row_piece.x), "r"(row_piece.y),
                          "r"(row_piece.z), "r"(row_piece.w)
                          : "memory");
@@ -167,12 +183,12 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll
         for (int j = 0; j < 3; j++)
             inverse[j] = load_shared_pair(stage + lane8 + Stage::inverse + j * Stage::inverse_block);
-        marked = load_shared(stage + Stage::exact);
         scale = load_shared_quad(stage + lane_row + Stage::key_scale);
 #pragma unroll
         for (int j = 0; j < kEarly; j++) early_decay[j] = load_decay(j);
-        if (i == n - 1) mask_tokens(v, q, w.rows - i * kChunk);
+        if (i == n - 1) mask_tokens(v, fresh_lane() & 3, w.rows - i * kChunk);
     };
+    auto exact_from = [&]() { return kChunk - static_cast<int>(marked & (Exact::kLowKeys - 1)); };  // first token
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
         const bool has_output = C::kOutputs && !C::kNorms && writes;
         u32 state_bf16[32];
@@ -207,6 +223,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
         if (has_output) write_output(i - 1, rows);
         wgmma_wait<0>();
+        marked = load_shared(stage + Stage::exact);
         if constexpr (C::kOutputs) {
             load_matrix(intra, stage + Stage::intra + small_lane);
             query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
@@ -224,14 +241,15 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         };
         multiply_inverse(x, r, inverse);
         exact = __any_sync(kAllLanes, marked);
-        auto is_exact = [&](int token) { return token >= kChunk - static_cast<int>(marked); };
         if (exact) {
             float low[8];
+            const int row = fresh_lane() >> 2;
+            auto is_exact = [&](int token) { return token >= exact_from(); };
             Pair exact_inverse[3], inverse_low[3];  // rows of the tokens that need it
             auto rest = [](float x) { return __uint_as_float(__float_as_uint(x) - kHalfTf32) - cut_tf32(x); };
 #pragma unroll
             for (int j = 0; j < 3; j++) {
-                const bool needed = is_exact(j == 0 ? g : g + 8);
+                const bool needed = is_exact(j == 0 ? row : row + 8);
                 exact_inverse[j] = needed ? inverse[j] : Pair{0.f, 0.f};
                 inverse_low[j] = needed ? Pair{rest(inverse[j].x), rest(inverse[j].y)} : Pair{0.f, 0.f};
             }
@@ -258,8 +276,11 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
         if (exact) {
 #pragma unroll
-            for (int t = 0; t < 4; t++)
-                u_low[t] = pack_f16(x[2 * t] - low_f16(u[t]), x[2 * t + 1] - high_f16(u[t]));
+            for (int t = 0; t < 4; t++) {
+                const int token = 2 * (fresh_lane() & 3) + (t >> 1) * 8;
+                u_low[t] = pack_f16(token >= exact_from() ? x[2 * t] - low_f16(u[t]) : 0.f,
+                                    token + 1 >= exact_from() ? x[2 * t + 1] - high_f16(u[t]) : 0.f);
+            }
         }
     };
     auto back = [&](int i) {
@@ -269,6 +290,17 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             mma_f16(o + 4, u, intra[2], intra[3]);
         }
         const u32 kr = swizzled_tile(stage + Stage::kr, 2048);
+        if (exact) {  // rare
+            if constexpr (C::kOutputs) {
+                mma_f16(o, u_low, intra[0], intra[1]);
+                mma_f16(o + 4, u_low, intra[2], intra[3]);
+            }
+            wgmma_fence();
+            wgmma_f16_n128(state, u_low, kr);
+            wgmma_commit();
+            wgmma_wait<0>();
+            if (C::kLowKeys && marked >= Exact::kLowKeys) add_low_keys(state, u, stage + C::low_keys + fresh_lane() * 16);
+        }
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
         wgmma_commit();
@@ -289,19 +321,13 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                 const Pair y = t < 2 ? Pair{query_scale.x, query_scale.y} : Pair{query_scale.z, query_scale.w};
                 const float first = fmaf(y.x, products[8 + 2 * t], o[2 * t]);
                 const float second = fmaf(y.y, products[9 + 2 * t], o[2 * t + 1]);
-                output[t] = multiply_bf16(pack_bf16(first, second), range.out);
+                output[t] = multiply_bf16(pack_bf16(first, second), range.out());
             }
             stage_output(this_stage);
         }
 #pragma unroll
         for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
         wgmma_wait<0>();
-        if (exact) {
-            wgmma_fence();
-            wgmma_f16_n128(state, u_low, kr);
-            wgmma_commit();
-            wgmma_wait<0>();
-        }
         if (arrives()) {
             barrier_arrive(empty);
             if constexpr (C::kCluster) barrier_arrive_remote(empty, rank ^ 1);
@@ -324,7 +350,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             const int slot = p.checkpoint_slot[checkpoint];
             if (slot >= 0 && slot < p.checkpoint_rows)
                 store_state(state, p.checkpoint_pool, slot * p.checkpoint_stride + head_offset(), row, column,
-                            pool_layout(p, kCheckpointFloat), low_bf16(range.out));
+                            pool_layout(p, kCheckpointFloat), low_bf16(range.out()));
             checkpoint++;
             find_checkpoint();
         }
@@ -336,13 +362,13 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     if constexpr (C::kForm == Form::kTransition) {
         if (identity)
-            store_transition(state, p.transitions + transition_offset(p, w, w.part) + 128 * 128, row, q, low_bf16(range.out));
+            store_transition(state, p.transitions + transition_offset(p, w, w.part) + 128 * 128, row, q, low_bf16(range.out()));
         else
-            store_state(state, p.transitions, transition_offset(p, w, w.part), row, column, dense, low_bf16(range.out));
+            store_state(state, p.transitions, transition_offset(p, w, w.part), row, column, dense, low_bf16(range.out()));
     } else if constexpr (kFirstStep) {
-        store_state(state, p.starts, start_offset(p, w), row, column, dense, low_bf16(range.out));
+        store_state(state, p.starts, start_offset(p, w), row, column, dense, low_bf16(range.out()));
     } else if (p.final_ && w.last_part) {
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
-                    pool_layout(p, kFinalFloat), low_bf16(range.out));
+                    pool_layout(p, kFinalFloat), low_bf16(range.out()));
     }
 }

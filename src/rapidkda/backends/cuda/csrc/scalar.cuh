@@ -64,6 +64,11 @@ DEVICE u32 pack_f16(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+DEVICE u32 multiply_f16(u32 x, u32 y) {
+    u32 r;
+    asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
 DEVICE float low_f16(u32 word) {
     float x;
     asm("{.reg .b16 a,b; mov.b32 {a,b},%1; cvt.f32.f16 %0,a;}" : "=f"(x) : "r"(word));

@@ -45,6 +45,11 @@ DEVICE void store_shared_words2(u32 a, u32 x, u32 y) {
 DEVICE void store_shared_quad(u32 a, Quad v) {
     asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(a), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
+// The upper bytes of the two halves of a word.
+DEVICE void store_shared_upper_bytes(u32 a, u32 v) {
+    asm volatile("{.reg .b16 x; .reg .b32 y; prmt.b32 y,%1,0,0x4431; cvt.u16.u32 x,y; st.shared.b16 [%0],x;}" ::"r"(a),
+                 "r"(v));
+}
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void load_matrix(u32* r, u32 a) {
