@@ -18,7 +18,7 @@ struct Stage {
     // Tinv, fp32 with half a unit of tf32 added, its three 8 x 8 blocks: of rows and columns 0..7, of rows 8..15 with
     // columns 0..7, and with columns 8..15.
     static constexpr int inverse = 12288, inverse_block = 288;
-    static constexpr int exact = 13152;     // Marks of the chunk, see Exact
+    static constexpr int exact = 13152;     // the chunk's marks, see Exact
     static constexpr int intra = 13312;     // Aqk, fp16 [2 column halves][16][8]
     // What lane q of four needs, fp32: exp(G_C) [16 n-tiles][2], then the scales of k and of q of tokens 2q, 2q + 1, 8 +
     // 2q, 9 + 2q.

@@ -7,9 +7,12 @@
 //   O = O' + U Aqk^T              mma.sync, fp16
 //   S = decay S + U kr            wgmma, n = 128, fp16: bf16 keys alone would cost 7e-3 of the state when U telescopes
 //
-// Eleven bits of R, Tinv and U suffice, since the entries of Tinv are at most 1 in magnitude (solve.cuh) and the read of
-// the next chunk corrects what U's rounding has left along the keys. Only within a chunk of keys that are nearly the
-// same do the errors of 16 writes add up; the producers mark such a chunk, and all three come with their low parts.
+// Eleven bits of R, Tinv and U suffice, since the entries of Tinv are at most about 1 in magnitude and the read of the
+// next chunk corrects what U's rounding has left along the keys. Two kinds of chunks need more, and the producers mark
+// them (layout.cuh, Exact): keys that are nearly the same, where the errors of up to 16 writes add up, and writes of a
+// strength near 1, which leave less of the state than the rounding of what they take away. There R, Tinv and U come with
+// their low parts, and with strong writes the keys of the update too: no read sees what rounding a key has done to the
+// state, so where one key is written over and over it adds up (5e-3 of the state after 512 tokens, 6e-4 with low parts).
 //
 // The critical path is state -> W -> U -> state. The loop is rotated, front(i) = W and U of chunk i, back(i) = its
 // update, and everything else lies beside one of the two wgmma chains: the decay and the stores of the last output
