@@ -19,7 +19,7 @@ from rapidkda.device import Device
 from rapidkda.ops import kinds
 from rapidkda.segments import Checkpoints
 from rapidkda.testing import Inputs, Shape, bar, make_inputs, worst_output_error, worst_state_error
-from rapidkda.testing.regimes import Raw, Regime
+from rapidkda.testing.regimes import Raw, Regime, logit
 from rapidkda.testing.tolerances import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -170,6 +170,59 @@ def test_one_token_repeated(form: str, lower_bound: float | None) -> None:
     limit = bar("collinear", torch.bfloat16)
     assert err_out <= limit.out
     assert err_state <= limit.state
+
+
+# Chunks with such writes carry low parts of every product.
+@pytest.mark.parametrize("strength", [0.999, 0.9])
+def test_a_strong_write_leaves_the_rest_of_the_state(form: str, strength: float) -> None:
+    """One write of nothing, by the key of the one column that holds something: 1 - strength of that is left."""
+
+    def adapt(raw: Raw, shape: Shape, generator: torch.Generator) -> None:
+        raw.q.zero_()[..., 3] = 1.0
+        raw.k.copy_(raw.q)
+        raw.v.zero_()
+        raw.g.fill_(-60.0)
+        raw.beta.fill_(logit(strength))
+        raw.states = torch.zeros(1, shape.hv, 128, 128, device=raw.k.device)
+        raw.states[..., 3] = 1.0
+
+    regime = Regime("write", "", -5.0, adapt)
+    inputs = make_inputs(Shape("one", (1,), 2), regime, dtype=torch.bfloat16, device=DEVICE, beta_dtype=torch.float32)
+    out, final = run(inputs)
+    want, state = inputs.expected()
+    assert relative_error(out, want) < 1e-2
+    assert relative_error(final, state) < 1e-2
+
+
+@pytest.mark.parametrize("strength", [0.9, 0.9997])
+@pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])
+def test_one_key_with_a_value_of_its_own_each_time(form: str, lower_bound: float | None, strength: float) -> None:
+    """What a key's rounding does to the state, no read corrects: it adds up, and most where writes are strong."""
+
+    def adapt(raw: Raw, shape: Shape, generator: torch.Generator) -> None:
+        raw.k.copy_(raw.k[:1].expand_as(raw.k).clone())
+        raw.g.fill_(logit(1e-4 / 5) if lower_bound else math.log(1e-4))
+        raw.beta.fill_(logit(strength))
+
+    regime = Regime("one_key", "", lower_bound, adapt)
+    inputs = make_inputs(
+        Shape("long", (512,), 2), regime, dtype=torch.bfloat16, device=DEVICE, seed=4, beta_dtype=torch.float32
+    )
+    err_out, err_state = errors(inputs, *run(inputs))
+    assert err_out <= bar("collinear", torch.bfloat16).out
+    exact = strength > 0.99 and form != "parallel"  # transitions have no room for low parts of keys
+    assert err_state <= (1.5e-3 if exact else bar("collinear", torch.bfloat16).state)
+
+
+def test_no_token_depends_on_the_strength_of_a_later_write(form: str) -> None:
+    inputs = make_inputs(
+        Shape("t", (40,), 2), "slow", dtype=torch.bfloat16, device=DEVICE, seed=3, beta_dtype=torch.float32
+    )
+    before, _ = run(inputs)
+    inputs.beta[9] = logit(0.999)
+    after, _ = run(inputs)
+    assert torch.equal(before[:9].view(torch.int16), after[:9].view(torch.int16))
+    assert not torch.equal(before[9].view(torch.int16), after[9].view(torch.int16))
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])
