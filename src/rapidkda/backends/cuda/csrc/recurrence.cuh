@@ -74,6 +74,31 @@ DEVICE PoolLayout pool_layout(const Params& p, u32 is_float) {
     return PoolLayout{(p.flags & is_float) != 0, (p.flags & kStateVFirst) != 0, (p.flags & kVectorStates) != 0};
 }
 
+// x += r Tinv^T for the warp's 16 rows of V: words of R as they come from the read, Tinv by its three blocks.
+DEVICE void multiply_inverse(float* x, const float* r, const Pair* b) {
+    mma_tf32(x + 4, r[0], r[2], r[1], r[3], b[1].x, b[1].y);
+    mma_tf32(x, r[0], r[2], r[1], r[3], b[0].x, b[0].y);
+    mma_tf32(x + 4, r[4], r[6], r[5], r[7], b[2].x, b[2].y);
+}
+
+// What tf32 leaves out of it, for the tokens from `first` on.
+DEVICE void add_low_products(float* x, const float* r, const Pair* inverse, int first) {
+    float low[8];
+    Pair high[3], rest[3];
+    const int token = fresh_lane() >> 2;
+    auto low_part = [](float x) { return __uint_as_float(__float_as_uint(x) - kHalfTf32) - cut_tf32(x); };
+#pragma unroll
+    for (int j = 0; j < 3; j++) {
+        const bool needed = token + (j == 0 ? 0 : 8) >= first;
+        high[j] = needed ? inverse[j] : Pair{0.f, 0.f};
+        rest[j] = needed ? Pair{low_part(inverse[j].x), low_part(inverse[j].y)} : Pair{0.f, 0.f};
+    }
+#pragma unroll
+    for (int t = 0; t < 8; t++) low[t] = r[t] - cut_tf32(r[t]);
+    multiply_inverse(x, low, high);
+    multiply_inverse(x, r, rest);
+}
+
 // U times the low parts of the keys (layout.cuh, low_keys; `keys`: this lane's).
 DEVICE void add_low_keys(float* state, const u32* u, u32 keys) {
     u32 scaled[4];
@@ -144,30 +169,32 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     const u32 small_lane = ((lane >> 3) & 1) * 256 + ((lane >> 4) * 8 + (lane & 7)) * 16;
     const u32 staging = shared + C::staging + warp_index * C::kStaging;
     const u32 staging_read = staging + (lane >> 4) * 256 + (lane & 15) * 16;
-    u16* const out = p.out + (w.first_token + (lane & 15)) * p.out_token_stride + w.head * p.out_head_stride +
-                     v_half * 64 + warp * 16 + (lane >> 4) * 8;  // of the run's first chunk
+    const u16* const out = p.out + w.first_token * p.out_token_stride + w.head * p.out_head_stride + v_half * 64 +
+                           warp * 16;  // of the run's first chunk, and of this lane:
+    const u32 out_lane = kept((lane & 15) * 2u * static_cast<u32>(p.out_token_stride) + (lane >> 4) * 16, lane);
 
     float products[16];  // [W 8 | O' 8]
     u32 v[4] = {0, 0, 0, 0}, intra[4], marked = 0;
     bool exact = false;  // of the chunk at hand, whose keys are nearly the same: products with their low parts
-    u32 u[4], u_low[4], output[4];
+    float o[8];
+    u32 u[4], output[4];
     Quad scale, query_scale;
     Pair inverse[3];
-    // Fours of channels whose decay is loaded with the operands; the others come beside W. Warm-ups and norms take registers.
-    constexpr int kEarly = (C::kForm == Form::kWhole && C::kParts) || C::kNorms ? 1 : 2;
-    Quad early_decay[kEarly];
+    // Fours of channels whose decay is asked for between the products of W; the others come after them, since registers
+    // are short, most of all where warm-ups and norms take some.
+    constexpr int kEarly = C::kForm == Form::kPair ? 8 : (C::kForm == Form::kWhole && C::kParts) || C::kNorms ? 1 : 2;
     Range range;
 
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
     // back as rows, 16 bytes a lane, and stored; `rows` of the 16 exist.
     Words4 row_piece;
     auto stage_output = [&](u32 tile) {  // or, for the norm, over V of its chunk: this warp's own columns
-        store_matrix_transposed(C::kNorms ? tile + v_lane : staging + small_lane, output);
+        store_matrix_transposed(C::kNorms ? tile + v_lane : small_lane + not_hoisted(staging), output);
         __syncwarp();
     };
     auto read_output = [&]() { row_piece = load_shared_words4(staging_read); };
     auto write_output = [&](int chunk, int rows) {
-        const u64 to = reinterpret_cast<u64>(out) +
+        const u64 to = reinterpret_cast<u64>(out) + out_lane +
                        static_cast<u64>(chunk * (2u * kChunk)) * static_cast<u32>(p.out_token_stride);
         if ((fresh_lane() & 15) < rows)
             asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(row_piece.x), "r"(row_piece.y),
@@ -176,25 +203,30 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();
     };
 
-    int stage_index = base % C::kStages, parity = (base / C::kStages) & 1;  // of the chunk loaded last
+    // The stage of the chunk at hand, and the barriers of the next one.
+    int stage_index = base % C::kStages, parity = (base / C::kStages) & 1;
     u32 stage = shared + C::stages + stage_index * C::kStageBytes, full = shared + C::full + 8 * stage_index;
+    u32 next_stage = stage, empty = 0;
+    bool ready = false;
     const u32 lane_row = kept(Stage::decay + q * Stage::lane_row, lane), lane8 = kept(lane * 8, lane);
     auto load_decay = [&](int j) { return load_shared_quad(stage + lane_row + j * 16); };
-    auto load_operands = [&](int i) {
-        barrier_wait(full, parity);
-        if (!identity) load_matrix_transposed(v, stage + v_lane);
-#pragma unroll
-        for (int j = 0; j < 3; j++)
-            inverse[j] = load_shared_pair(stage + lane8 + Stage::inverse + j * Stage::inverse_block);
-        scale = load_shared_quad(stage + lane_row + Stage::key_scale);
-#pragma unroll
-        for (int j = 0; j < kEarly; j++) early_decay[j] = load_decay(j);
-        if (i == n - 1) mask_tokens(v, fresh_lane() & 3, w.rows - i * kChunk);
+    auto advance = [&]() {
+        empty = full + C::empty - C::full;
+        next_stage += C::kStageBytes;
+        full += 8;
+        if (++stage_index == C::kStages) {
+            stage_index = 0;
+            parity ^= 1;
+            next_stage = shared + C::stages;
+            full = shared + C::full;
+        }
+        ready = barrier_test(full, parity);
     };
     auto exact_from = [&]() { return kChunk - static_cast<int>(marked & (Exact::kLowKeys - 1)); };  // first token
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
         const bool has_output = C::kOutputs && !C::kNorms && writes;
         u32 state_bf16[32];
+        Quad decay[8];
 #pragma unroll
         for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
         const u32 kd_qd = swizzled_tile(stage + Stage::kd_qd, 16);
@@ -209,11 +241,21 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
         wgmma_commit();
         wgmma_wait<1>();
-        // Beside W: the decay and the output of the chunk before.
+        // Beside W: operands, first those that the chain waits for, then decays.
+        if (!identity) load_matrix_transposed(v, stage + v_lane);
+#pragma unroll
+        for (int j = 0; j < 3; j++)
+            inverse[j] = load_shared_pair(stage + lane8 + Stage::inverse + j * Stage::inverse_block);
+        scale = load_shared_quad(stage + lane_row + Stage::key_scale);
+        marked = load_shared(stage + Stage::exact);
+#pragma unroll
+        for (int j = 0; j < kEarly; j++) decay[j] = load_decay(j);
         if (has_output) read_output();
+        advance();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const Quad e = j < kEarly ? early_decay[j] : load_decay(j);
+            if (j >= kEarly) decay[j] = load_decay(j);
+            const Quad e = decay[j];
             float* s = state + 8 * j;
             s[0] *= e.x;
             s[1] *= e.y;
@@ -225,99 +267,75 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             s[7] *= e.w;
         }
         if (has_output) write_output(i - 1, rows);
-        wgmma_wait<0>();
-        marked = load_shared(stage + Stage::exact);
         if constexpr (C::kOutputs) {
             load_matrix(intra, stage + Stage::intra + small_lane);
             query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
         }
+        if (i == n - 1) mask_tokens(v, fresh_lane() & 3, w.rows - i * kChunk);
+#pragma unroll
+        for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
+        exact = __any_sync(kAllLanes, marked);
+        wgmma_wait<0>();
         float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
         for (int t = 0; t < 4; t++) {
             r[2 * t] = fmaf(-(t < 2 ? scale.x : scale.z), products[2 * t], low_bf16(v[t]));
             r[2 * t + 1] = fmaf(-(t < 2 ? scale.y : scale.w), products[2 * t + 1], high_bf16(v[t]));
         }
-        auto multiply_inverse = [](float* x, const float* r, const Pair* b) {
-            mma_tf32(x + 4, r[0], r[2], r[1], r[3], b[1].x, b[1].y);
-            mma_tf32(x, r[0], r[2], r[1], r[3], b[0].x, b[0].y);
-            mma_tf32(x + 4, r[4], r[6], r[5], r[7], b[2].x, b[2].y);
-        };
         multiply_inverse(x, r, inverse);
-        exact = __any_sync(kAllLanes, marked);
-        if (exact) {
-            float low[8];
-            const int row = fresh_lane() >> 2;
-            auto is_exact = [&](int token) { return token >= exact_from(); };
-            Pair exact_inverse[3], inverse_low[3];  // rows of the tokens that need it
-            auto rest = [](float x) { return __uint_as_float(__float_as_uint(x) - kHalfTf32) - cut_tf32(x); };
-#pragma unroll
-            for (int j = 0; j < 3; j++) {
-                const bool needed = is_exact(j == 0 ? row : row + 8);
-                exact_inverse[j] = needed ? inverse[j] : Pair{0.f, 0.f};
-                inverse_low[j] = needed ? Pair{rest(inverse[j].x), rest(inverse[j].y)} : Pair{0.f, 0.f};
-            }
-#pragma unroll
-            for (int t = 0; t < 8; t++) low[t] = r[t] - cut_tf32(r[t]);
-            multiply_inverse(x, low, exact_inverse);
-            multiply_inverse(x, r, inverse_low);
-        }
-        const float largest = Range::largest(x);
         auto round = [&]() {
 #pragma unroll
             for (int t = 0; t < 4; t++) u[t] = pack_f16(x[2 * t], x[2 * t + 1]);
         };
         round();  // while the warp agrees on the largest
-        if (!range.fits(largest)) {  // rare
-            const float factor = range.adjust(warp_max(__float_as_uint(largest)));
 #pragma unroll
-            for (int t = 0; t < 64; t++) state[t] *= factor;
+        for (int t = 0; t < 8; t++) o[t] = 0.f;
+        if (rarely(exact | !range.fits(Range::largest(x)))) {
+            if (exact) add_low_products(x, r, inverse, exact_from());
+            const float largest = Range::largest(x);
+            if (!range.fits(largest)) {
+                const float factor = range.adjust(warp_max(__float_as_uint(largest)));
 #pragma unroll
-            for (int t = 0; t < 8; t++) x[t] *= factor;
+                for (int t = 0; t < 64; t++) state[t] *= factor;
 #pragma unroll
-            for (int t = 8; t < 16; t++) products[t] *= factor;
+                for (int t = 0; t < 8; t++) x[t] *= factor;
+#pragma unroll
+                for (int t = 8; t < 16; t++) products[t] *= factor;
+            }
             round();
-        }
-        if (exact) {
+            if (exact) {
+                u32 u_low[4];
 #pragma unroll
-            for (int t = 0; t < 4; t++) {
-                const int token = 2 * (fresh_lane() & 3) + (t >> 1) * 8;
-                u_low[t] = pack_f16(token >= exact_from() ? x[2 * t] - low_f16(u[t]) : 0.f,
-                                    token + 1 >= exact_from() ? x[2 * t + 1] - high_f16(u[t]) : 0.f);
+                for (int t = 0; t < 4; t++) {
+                    const int token = 2 * (fresh_lane() & 3) + (t >> 1) * 8;
+                    u_low[t] = pack_f16(token >= exact_from() ? x[2 * t] - low_f16(u[t]) : 0.f,
+                                        token + 1 >= exact_from() ? x[2 * t + 1] - high_f16(u[t]) : 0.f);
+                }
+                if constexpr (C::kOutputs) {
+                    mma_f16(o, u_low, intra[0], intra[1]);
+                    mma_f16(o + 4, u_low, intra[2], intra[3]);
+                }
+                wgmma_fence();
+                wgmma_f16_n128(state, u_low, swizzled_tile(stage + Stage::kr, 2048));
+                wgmma_commit();
+                wgmma_wait<0>();
+                if (C::kLowKeys && marked >= Exact::kLowKeys) add_low_keys(state, u, stage + C::low_keys + fresh_lane() * 16);
             }
         }
     };
-    auto back = [&](int i) {
-        float o[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    auto back = [&](bool more) {  // whether this run goes on
         if constexpr (C::kOutputs) {  // before the update: behind it, they would wait for the tensor cores
             mma_f16(o, u, intra[0], intra[1]);
             mma_f16(o + 4, u, intra[2], intra[3]);
         }
         const u32 kr = swizzled_tile(stage + Stage::kr, 2048);
-        if (exact) {  // rare
-            if constexpr (C::kOutputs) {
-                mma_f16(o, u_low, intra[0], intra[1]);
-                mma_f16(o + 4, u_low, intra[2], intra[3]);
-            }
-            wgmma_fence();
-            wgmma_f16_n128(state, u_low, kr);
-            wgmma_commit();
-            wgmma_wait<0>();
-            if (C::kLowKeys && marked >= Exact::kLowKeys) add_low_keys(state, u, stage + C::low_keys + fresh_lane() * 16);
-        }
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
         wgmma_commit();
-        const u32 empty = full + C::empty - C::full, this_stage = stage;
-        stage += C::kStageBytes;
-        full += 8;
-        if (++stage_index == C::kStages) {
-            stage_index = 0;
-            parity ^= 1;
-            stage = shared + C::stages;
-            full = shared + C::full;
-        }
-        // Beside the update: operands of the next chunk, the output's last steps.
-        if (i + 1 < n) load_operands(i + 1);
+        // Beside the update: the output's last steps, and the next stage.
+        const u32 this_stage = stage;
+        stage = next_stage;
+        if (more && rarely(!ready)) barrier_wait(full, parity);
         if constexpr (C::kOutputs) {
 #pragma unroll
             for (int t = 0; t < 4; t++) {
@@ -328,8 +346,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             }
             stage_output(this_stage);
         }
-#pragma unroll
-        for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
         wgmma_wait<0>();
         if (arrives()) {
             barrier_arrive(empty);
@@ -337,7 +353,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
     };
 
-    if (n > 0) load_operands(0);
+    if (n > 0) barrier_wait(full, parity);
     int i = 0;
     // The warm-up, then runs of chunks between checkpoints: the inner loop knows nothing of them.
     while (i < n) {
@@ -345,9 +361,11 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         const int end = !kept ? min(warm_up, n) : checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
         front(i, i > 0, !C::kParts || i > warm_up ? kChunk : 0);
         const int rows = !C::kParts || kept ? kChunk : 0;
-        for (; i < end; i++) {
-            back(i);
-            if (i + 1 < end) front(i + 1, true, rows);
+        while (true) {
+            i++;
+            back(i < n);
+            if (i == end) break;
+            front(i, true, rows);
         }
         if (C::kOutputs && checkpoint_chunk >= 0 && i == checkpoint_chunk + 1) {
             const int slot = p.checkpoint_slot[checkpoint];

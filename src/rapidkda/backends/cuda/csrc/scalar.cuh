@@ -84,6 +84,9 @@ DEVICE float load_bf16(const void* p) { return __uint_as_float(static_cast<u32>(
 // What tf32 keeps of an fp32.
 DEVICE float cut_tf32(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
+// For branches hardly ever taken: their code lies out of the way.
+DEVICE bool rarely(bool x) { return __builtin_expect(x, false); }
+
 // Largest of an unsigned value over the warp.
 DEVICE u32 warp_max(u32 x) {
     u32 r;
@@ -97,6 +100,13 @@ DEVICE int fresh_lane() {
     int lane;
     asm volatile("mov.u32 %0,%%laneid;" : "=r"(lane));
     return lane;
+}
+
+// The same, but sums with it are made where they are used instead of being kept in a register.
+DEVICE u32 not_hoisted(u32 x) {
+    u32 y;
+    asm volatile("mov.u32 %0,%1;" : "=r"(y) : "r"(x));
+    return y;
 }
 
 // A lane's own value from a shuffle: the assembler keeps it instead of making it anew wherever it is used.
