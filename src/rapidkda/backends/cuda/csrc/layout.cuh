@@ -15,17 +15,17 @@ enum class Form { kWhole, kPair, kTransition };
 struct Stage {
     static constexpr int kd_qd = 0;         // [2 halves][kd 16 rows | qd 16 rows][128 B]
     static constexpr int kr = 8192;         // fp16 [2 halves][16][128 B]
-    // Tinv, fp32 with half a unit of tf32 added, its three 8 x 8 blocks: of rows and columns 0..7, of rows 8..15 with
-    // columns 0..7, and with columns 8..15.
-    static constexpr int inverse = 12288, inverse_block = 288;
-    static constexpr int exact = 13152;     // the chunk's marks, see Exact
+    // Tinv, fp32 with half a unit of tf32 added, by 8 x 8 blocks: lane (row, column / 2)'s words of rows 0..7, of rows
+    // 8..15 with columns 0..7, then of rows 8..15 with columns 8..15 and nothing.
+    static constexpr int inverse = 12288, inverse_last = 512;
     static constexpr int intra = 13312;     // Aqk, fp16 [2 column halves][16][8]
     // What lane q of four needs, fp32: exp(G_C) [16 n-tiles][2], then the scales of k and of q of tokens 2q, 2q + 1, 8 +
     // 2q, 9 + 2q.
     static constexpr int decay = 13824;
     static constexpr int lane_row = 160;
     static constexpr int key_scale = 128, query_scale = 144;  // within a lane's row
-    static constexpr int prepared = decay + 4 * lane_row;     // bytes copied to the peer
+    static constexpr int exact = decay + 4 * lane_row;        // the chunk's marks, see Exact
+    static constexpr int prepared = exact + 16;               // bytes copied to the peer
     static constexpr int v = 15360;          // [1 or 2 halves][16][128 B]
 };
 

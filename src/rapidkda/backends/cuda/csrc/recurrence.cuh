@@ -26,14 +26,8 @@
 #include "transition.cuh"
 #include "work.cuh"
 
-// Keep the tokens below `rows` of a V fragment: words 0, 1 hold tokens 2q, 2q+1; words 2, 3 tokens 8+2q, 9+2q.
-DEVICE void mask_tokens(u32* v, int q, int rows) {
-#pragma unroll
-    for (int t = 0; t < 4; t++) {
-        const int token = 2 * q + (t >> 1) * 8;
-        v[t] = token >= rows ? 0u : token + 1 >= rows ? v[t] & 0xffffu : v[t];
-    }
-}
+// Of a word with the values of tokens `token` and `token` + 1, the bits of those below `rows`.
+DEVICE u32 kept_tokens(int token, int rows) { return token >= rows ? 0u : token + 1 >= rows ? 0xffffu : ~0u; }
 
 // U meets the state's update in fp16, whose range is narrow. So a warp keeps its rows of the state, and with them U,
 // scaled by a power of two that it moves when U leaves the middle of that range: exact, and nearly never. No row of the
@@ -168,7 +162,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                        ((v_piece ^ (v_row & 7)) << 4);
     const u32 small_lane = ((lane >> 3) & 1) * 256 + ((lane >> 4) * 8 + (lane & 7)) * 16;
     const u32 staging = shared + C::staging + warp_index * C::kStaging;
-    const u32 staging_read = staging + (lane >> 4) * 256 + (lane & 15) * 16;
+    const u32 lane_row = kept(Stage::decay + q * Stage::lane_row, lane), lane16 = kept(lane * 16, lane);
     const u16* const out = p.out + w.first_token * p.out_token_stride + w.head * p.out_head_stride + v_half * 64 +
                            warp * 16;  // of the run's first chunk, and of this lane:
     const u32 out_lane = kept((lane & 15) * 2u * static_cast<u32>(p.out_token_stride) + (lane >> 4) * 16, lane);
@@ -180,9 +174,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     u32 u[4], output[4];
     Quad scale, query_scale;
     Pair inverse[3];
-    // Fours of channels whose decay is asked for between the products of W; the others come after them, since registers
-    // are short, most of all where warm-ups and norms take some.
-    constexpr int kEarly = C::kForm == Form::kPair ? 8 : (C::kForm == Form::kWhole && C::kParts) || C::kNorms ? 1 : 2;
+    // Fours of channels whose decay is loaded with the operands; the others come beside W, where registers are short,
+    // most of all where warm-ups and norms take some.
+    constexpr bool kRoomy = C::kForm == Form::kPair;
+    constexpr int kEarly = kRoomy ? 8 : (C::kForm == Form::kWhole && C::kParts) || C::kNorms ? 1 : 2;
     Range range;
 
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
@@ -192,7 +187,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         store_matrix_transposed(C::kNorms ? tile + v_lane : small_lane + not_hoisted(staging), output);
         __syncwarp();
     };
-    auto read_output = [&]() { row_piece = load_shared_words4(staging_read); };
+    auto read_output = [&]() { row_piece = load_shared_words4(lane16 + not_hoisted(staging)); };
     auto write_output = [&](int chunk, int rows) {
         const u64 to = reinterpret_cast<u64>(out) + out_lane +
                        static_cast<u64>(chunk * (2u * kChunk)) * static_cast<u32>(p.out_token_stride);
@@ -208,8 +203,30 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     u32 stage = shared + C::stages + stage_index * C::kStageBytes, full = shared + C::full + 8 * stage_index;
     u32 next_stage = stage, empty = 0;
     bool ready = false;
-    const u32 lane_row = kept(Stage::decay + q * Stage::lane_row, lane), lane8 = kept(lane * 8, lane);
+    Quad decay[8];
     auto load_decay = [&](int j) { return load_shared_quad(stage + lane_row + j * 16); };
+    const int last_rows = w.rows - (n - 1) * kChunk;
+    const u32 last_tokens[2] = {kept_tokens(2 * q, last_rows), kept_tokens(2 * q + 8, last_rows)};
+    auto load_operands = [&](int i) {
+        if (!identity) load_matrix_transposed(v, stage + v_lane);
+        const Quad first = load_shared_quad(stage + lane16 + Stage::inverse);
+        inverse[0] = Pair{first.x, first.y};
+        inverse[1] = Pair{first.z, first.w};
+        inverse[2] = load_shared_pair(stage + lane16 + Stage::inverse + Stage::inverse_last);
+        scale = load_shared_quad(stage + lane_row + Stage::key_scale);
+        marked = load_shared(stage + Stage::exact);
+#pragma unroll
+        for (int j = 0; j < kEarly; j++) decay[j] = load_decay(j);
+        if (i == n - 1)
+#pragma unroll
+            for (int t = 0; t < 4; t++) v[t] &= last_tokens[t >> 1];
+    };
+    auto load_output_operands = [&]() {
+        if constexpr (C::kOutputs) {
+            load_matrix(intra, stage + Stage::intra + small_lane);
+            query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
+        }
+    };
     auto advance = [&]() {
         empty = full + C::empty - C::full;
         next_stage += C::kStageBytes;
@@ -226,7 +243,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
         const bool has_output = C::kOutputs && !C::kNorms && writes;
         u32 state_bf16[32];
-        Quad decay[8];
 #pragma unroll
         for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
         const u32 kd_qd = swizzled_tile(stage + Stage::kd_qd, 16);
@@ -241,17 +257,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
         wgmma_commit();
         wgmma_wait<1>();
-        // Beside W: operands, first those that the chain waits for, then decays.
-        if (!identity) load_matrix_transposed(v, stage + v_lane);
-#pragma unroll
-        for (int j = 0; j < 3; j++)
-            inverse[j] = load_shared_pair(stage + lane8 + Stage::inverse + j * Stage::inverse_block);
-        scale = load_shared_quad(stage + lane_row + Stage::key_scale);
-        marked = load_shared(stage + Stage::exact);
-#pragma unroll
-        for (int j = 0; j < kEarly; j++) decay[j] = load_decay(j);
+        // Beside W: the decay and the output of the chunk before, a look at the next stage.
         if (has_output) read_output();
-        advance();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (j >= kEarly) decay[j] = load_decay(j);
@@ -267,15 +274,11 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             s[7] *= e.w;
         }
         if (has_output) write_output(i - 1, rows);
-        if constexpr (C::kOutputs) {
-            load_matrix(intra, stage + Stage::intra + small_lane);
-            query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
-        }
-        if (i == n - 1) mask_tokens(v, fresh_lane() & 3, w.rows - i * kChunk);
-#pragma unroll
-        for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
+        if constexpr (kRoomy) load_output_operands();
+        advance();
         exact = __any_sync(kAllLanes, marked);
         wgmma_wait<0>();
+        if constexpr (!kRoomy) load_output_operands();
         float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
         for (int t = 0; t < 4; t++) {
@@ -323,7 +326,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             }
         }
     };
-    auto back = [&](bool more) {  // whether this run goes on
+    auto back = [&](int i) {  // the next chunk
         if constexpr (C::kOutputs) {  // before the update: behind it, they would wait for the tensor cores
             mma_f16(o, u, intra[0], intra[1]);
             mma_f16(o + 4, u, intra[2], intra[3]);
@@ -335,7 +338,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         // Beside the update: the output's last steps, and the next stage.
         const u32 this_stage = stage;
         stage = next_stage;
-        if (more && rarely(!ready)) barrier_wait(full, parity);
+        if (i < n) {
+            if (rarely(!ready)) barrier_wait(full, parity);
+            load_operands(i);
+        }
         if constexpr (C::kOutputs) {
 #pragma unroll
             for (int t = 0; t < 4; t++) {
@@ -346,6 +352,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             }
             stage_output(this_stage);
         }
+#pragma unroll
+        for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
         wgmma_wait<0>();
         if (arrives()) {
             barrier_arrive(empty);
@@ -353,7 +361,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
     };
 
-    if (n > 0) barrier_wait(full, parity);
+    if (n > 0) {
+        barrier_wait(full, parity);
+        load_operands(0);
+    }
     int i = 0;
     // The warm-up, then runs of chunks between checkpoints: the inner loop knows nothing of them.
     while (i < n) {
@@ -363,7 +374,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         const int rows = !C::kParts || kept ? kChunk : 0;
         while (true) {
             i++;
-            back(i < n);
+            back(i);
             if (i == end) break;
             front(i, true, rows);
         }

@@ -119,12 +119,12 @@ DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float 
 
     auto store = [&](u32 at, Pair y, float strength, Pair scale) {  // two rows
         store_shared(at, __float_as_uint(y.x * strength * scale.x) + kHalfTf32);
-        store_shared(at + 32, __float_as_uint(y.y * strength * scale.y) + kHalfTf32);
+        store_shared(at + 64, __float_as_uint(y.y * strength * scale.y) + kHalfTf32);
     };
     const float strength = __shfl_sync(kAllLanes, beta, lane & 15), strength_below = -__shfl_sync(kAllLanes, beta, j);
-    const u32 to = stage + Stage::inverse + j * 4, at = to + 2 * block * Stage::inverse_block + half * 128;
+    const u32 to = stage + Stage::inverse + (j >> 1) * 16 + (j & 1) * 4, at = to + block * Stage::inverse_last + half * 256;
     const u32 scale = scales + half * 32 + block * 8;
     store(at, Pair{own.x, own.y}, strength, load_shared_pair(scale));
-    store(at + 64, Pair{own.z, own.w}, strength, load_shared_pair(scale + 16));
-    store(to + Stage::inverse_block + pair * 8, below, strength_below, load_shared_pair(scales + pair * 2 + 8));
+    store(at + 128, Pair{own.z, own.w}, strength, load_shared_pair(scale + 16));
+    store(to + 8 + pair * 16, below, strength_below, load_shared_pair(scales + pair * 2 + 8));
 }
