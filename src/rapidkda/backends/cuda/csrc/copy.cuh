@@ -36,3 +36,9 @@ DEVICE void copy_to_peer(u32 source, u32 rank, int bytes, u32 bar) {
         "r"(rank), "r"(bar), "r"(bytes)
         : "memory");
 }
+
+// One word from global memory, by this thread, and the wait for all of its words.
+DEVICE void copy_word(u32 destination, u64 source) {
+    asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(destination), "l"(source) : "memory");
+}
+DEVICE void copy_words_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }

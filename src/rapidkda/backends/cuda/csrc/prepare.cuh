@@ -53,14 +53,17 @@ DEVICE void load_v(const Params& p, const Work& w, u32 stage, u32 full, int toke
     }
 }
 
-// Raw bits of beta of a row, decoded when they are needed: the load has a chunk's time to arrive.
-DEVICE u32 load_beta(const Params& p, const Work& w, int row) {
-    if (row >= w.rows) return 0u;
+// Asks for beta of a row, to be decoded when it is needed: the copy has a chunk's time to arrive, where a load would hold
+// up whatever shares its scoreboard. The copy takes the aligned word around the element; whether that is its upper half.
+DEVICE bool request_beta(const Params& p, const Work& w, int row, u32 to) {
+    const u32 shift = p.flags & kBetaFloat ? 2 : 1;
     const i64 at = static_cast<i64>(w.first_token + row) * p.beta_token_stride + w.head * p.beta_head_stride;
-    return p.flags & kBetaFloat ? static_cast<const u32*>(p.beta)[at] : static_cast<const u16*>(p.beta)[at];
+    const u64 from = reinterpret_cast<u64>(p.beta) + static_cast<u64>(at << shift);
+    if (row < w.rows) copy_word(to, from & ~3ull);
+    return from & 2;
 }
-DEVICE float decode_beta(const Params& p, u32 bits) {
-    const float x = __uint_as_float(p.flags & kBetaFloat ? bits : bits << 16);
+DEVICE float decode_beta(const Params& p, u32 word, bool upper) {
+    const float x = __uint_as_float(upper ? word & 0xffff0000u : p.flags & kBetaFloat ? word : word << 16);
     return p.flags & kBetaLogits ? sigmoid(x) * p.beta_scale : x;
 }
 
@@ -158,7 +161,10 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll 1
         for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
             if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
-    u32 beta_bits = this_lane < 16 ? load_beta(p, w, first * kChunk + this_lane) : 0u;
+    const u32 beta_word = scratch + Scratch::beta + warp * 4;  // of lane 0
+    bool beta_upper = false;
+    if (this_lane < 16)
+        beta_upper = request_beta(p, w, first * kChunk + this_lane, beta_word + this_lane * Scratch::lower_row);
 
     const u32 half = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
@@ -171,8 +177,13 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
         const int rows = min(kChunk, w.rows - i * kChunk);
-        const float beta = lane < rows ? decode_beta(p, beta_bits) : 0.f;
-        if (lane < 16) beta_bits = load_beta(p, w, (i + kStep) * kChunk + lane);
+        copy_words_wait();
+        float beta = 0.f;
+        if (lane < 16) {
+            const u32 word = beta_word + lane * Scratch::lower_row;
+            if (lane < rows) beta = decode_beta(p, load_shared(word), beta_upper);
+            beta_upper = request_beta(p, w, (i + kStep) * kChunk + lane, word);
+        }
         const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);  // tokens
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if constexpr (C::kConvolves) {
