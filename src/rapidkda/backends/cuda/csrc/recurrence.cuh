@@ -12,7 +12,7 @@
 // them (layout.cuh, Exact): keys that are nearly the same, where the errors of up to 16 writes add up, and writes of a
 // strength near 1, which leave less of the state than the rounding of what they take away. There R, Tinv and U come with
 // their low parts, and with strong writes the keys of the update too: no read sees what rounding a key has done to the
-// state, so where one key is written over and over it adds up (5e-3 of the state after 512 tokens, 6e-4 with low parts).
+// state, so where one key is written over and over it adds up (5e-3 of the state after 512 tokens, 7e-4 with low parts).
 //
 // The critical path is state -> W -> U -> state. The loop is rotated, front(i) = W and U of chunk i, back(i) = its
 // update, and everything else lies beside one of the two wgmma chains: the decay and the stores of the last output
