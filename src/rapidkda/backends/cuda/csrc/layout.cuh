@@ -20,12 +20,12 @@ struct Stage {
     static constexpr int inverse = 12288, inverse_last = 512;
     static constexpr int intra = 13312;     // Aqk, fp16 [2 column halves][16][8]
     // What lane q of four needs, fp32: exp(G_C) [16 n-tiles][2], then the scales of k and of q of tokens 2q, 2q + 1, 8 +
-    // 2q, 9 + 2q.
+    // 2q, 9 + 2q, and the chunk's marks (Exact), four times, since a load by one address for all would end up in a uniform
+    // register, which waits for it at once.
     static constexpr int decay = 13824;
-    static constexpr int lane_row = 160;
-    static constexpr int key_scale = 128, query_scale = 144;  // within a lane's row
-    static constexpr int exact = decay + 4 * lane_row;        // the chunk's marks, see Exact
-    static constexpr int prepared = exact + 16;               // bytes copied to the peer
+    static constexpr int lane_row = 176;
+    static constexpr int key_scale = 128, query_scale = 144, exact = 160;  // within a lane's row
+    static constexpr int prepared = decay + 4 * lane_row;     // bytes copied to the peer
     static constexpr int v = 15360;          // [1 or 2 halves][16][128 B]
 };
 

@@ -105,11 +105,11 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
         norm_scales(scales, stage, g & 1 ? x.first.y : x.first.x, g & 1 ? x.second.y : x.second.x, lane, rows,
                     Gate::rows_unshift);
     const LowerScales y = lower_scales(scales, lane, beta);
-    store_lower(scratch, stage, lane,
-                {x.first.x * y.row * y.columns.x, x.first.y * y.row * y.columns.y, x.across.x * y.row8 * y.columns.x,
-                 x.across.y * y.row8 * y.columns.y, x.second.x * y.row8 * y.columns.z,
-                 x.second.y * y.row8 * y.columns.w},
-                strong, low_keys);
+    const LowerEntries l{{x.first.x * y.row * y.columns.x, x.first.y * y.row * y.columns.y,
+                          x.across.x * y.row8 * y.columns.x, x.across.y * y.row8 * y.columns.y,
+                          x.second.x * y.row8 * y.columns.z, x.second.y * y.row8 * y.columns.w}};
+    store_lower(scratch, lane, l);
     __syncwarp();
     solve_and_store(stage, scratch, scales, lane, beta);
+    store_marks(stage, lane, warp_max(tokens_alike(lane, l)), strong, low_keys);
 }

@@ -47,8 +47,9 @@ struct Range {
         const float b = fmaxf(fmaxf(fabsf(u[4]), fabsf(u[5])), fmaxf(fabsf(u[6]), fabsf(u[7])));
         return fmaxf(a, b);
     }
-    DEVICE bool fits(float mine) const {
-        const bool high = __any_sync(kAllLanes, mine > kHigh), enough = __any_sync(kAllLanes, mine >= low);
+    // Whether the warp's largest is within bounds, and no lane objects.
+    DEVICE bool fits(float mine, bool objects) const {
+        const bool high = __any_sync(kAllLanes, mine > kHigh || objects), enough = __any_sync(kAllLanes, mine >= low);
         return enough && !high;
     }
     // The factor by which everything scaled must be multiplied when it does not fit; bits: the warp's largest.
@@ -169,7 +170,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     float products[16];  // [W 8 | O' 8]
     u32 v[4] = {0, 0, 0, 0}, intra[4], marked = 0;
-    bool exact = false;  // of the chunk at hand, whose keys are nearly the same: products with their low parts
     float o[8];
     u32 u[4], output[4];
     Quad scale, query_scale;
@@ -214,7 +214,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         inverse[1] = Pair{first.z, first.w};
         inverse[2] = load_shared_pair(stage + lane16 + Stage::inverse + Stage::inverse_last);
         scale = load_shared_quad(stage + lane_row + Stage::key_scale);
-        marked = load_shared(stage + Stage::exact);
 #pragma unroll
         for (int j = 0; j < kEarly; j++) decay[j] = load_decay(j);
         if (i == n - 1)
@@ -273,10 +272,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             s[6] *= e.z;
             s[7] *= e.w;
         }
+        marked = load_shared(stage + lane_row + Stage::exact);
         if (has_output) write_output(i - 1, rows);
         if constexpr (kRoomy) load_output_operands();
         advance();
-        exact = __any_sync(kAllLanes, marked);
         wgmma_wait<0>();
         if constexpr (!kRoomy) load_output_operands();
         float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -293,10 +292,11 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         round();  // while the warp agrees on the largest
 #pragma unroll
         for (int t = 0; t < 8; t++) o[t] = 0.f;
-        if (rarely(exact | !range.fits(Range::largest(x)))) {
+        if (rarely(!range.fits(Range::largest(x), marked))) {
+            const bool exact = __any_sync(kAllLanes, marked);
             if (exact) add_low_products(x, r, inverse, exact_from());
             const float largest = Range::largest(x);
-            if (!range.fits(largest)) {
+            if (!range.fits(largest, false)) {
                 const float factor = range.adjust(warp_max(__float_as_uint(largest)));
 #pragma unroll
                 for (int t = 0; t < 64; t++) state[t] *= factor;
@@ -322,7 +322,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                 wgmma_f16_n128(state, u_low, swizzled_tile(stage + Stage::kr, 2048));
                 wgmma_commit();
                 wgmma_wait<0>();
-                if (C::kLowKeys && marked >= Exact::kLowKeys) add_low_keys(state, u, stage + C::low_keys + fresh_lane() * 16);
+                if (C::kLowKeys && __any_sync(kAllLanes, marked >= Exact::kLowKeys))
+                    add_low_keys(state, u, stage + C::low_keys + fresh_lane() * 16);
             }
         }
     };

@@ -19,8 +19,7 @@ DEVICE u32 lower_entry(u32 scratch, int i, int j) { return scratch + Scratch::lo
 struct LowerEntries {
     float l[6];
 };
-// strong: bits of tokens whose writes are strong; they and rows with large entries mark the chunk (layout.cuh, Exact).
-DEVICE void store_lower(u32 scratch, u32 stage, int lane, LowerEntries x, u32 strong, bool low_keys) {
+DEVICE void store_lower(u32 scratch, int lane, LowerEntries x) {
     const int g = lane >> 2, c = 2 * (lane & 3);
     const u32 to = lower_entry(scratch, g, c);
     constexpr int next = Scratch::lower_row;
@@ -30,15 +29,23 @@ DEVICE void store_lower(u32 scratch, u32 stage, int lane, LowerEntries x, u32 st
     store_shared_float(to + next + 32, x.l[3]);
     store_shared_float(to + 8 * next + 32, x.l[4]);
     store_shared_float(to + 9 * next + 32, x.l[5]);
-    // How many tokens there are from the first marked one: no token depends on a later one, not even in its rounding.
+}
+
+// How many tokens there are from the first of this lane's rows with a large entry on: no token depends on a later one,
+// not even in its rounding.
+DEVICE u32 tokens_alike(int lane, LowerEntries x) {
+    const int g = lane >> 2, c = 2 * (lane & 3);
     auto alike = [](float y) { return fabsf(y) > Exact::kAlike; };
     const bool row = (g > c && alike(x.l[0])) || (g > c + 1 && alike(x.l[1]));
     const bool row8 = alike(x.l[2]) || alike(x.l[3]) || (g > c && alike(x.l[4])) || (g > c + 1 && alike(x.l[5]));
-    const u32 most = warp_max(row ? kChunk - g : row8 ? kChunk - 8 - g : 0);
-    if (lane == 0) {
-        const u32 most_strong = strong ? kChunk + 1 - __ffs(strong) : 0;
-        store_shared(stage + Stage::exact, max(most, most_strong) + (strong && low_keys ? Exact::kLowKeys : 0));
-    }
+    return row ? kChunk - g : row8 ? kChunk - 8 - g : 0;
+}
+// The chunk's marks (layout.cuh, Exact). alike: the warp's largest; strong: bits of tokens with strong writes.
+DEVICE void store_marks(u32 stage, int lane, u32 alike, u32 strong, bool low_keys) {
+    if (lane >= 4) return;
+    const u32 most_strong = strong ? kChunk + 1 - __ffs(strong) : 0;
+    store_shared(stage + Stage::decay + lane * Stage::lane_row + Stage::exact,
+                 max(alike, most_strong) + (strong && low_keys ? Exact::kLowKeys : 0));
 }
 
 // The scales that turn raw products <k_i, k_j> into L: rows g and g + 8 (times beta), columns 2q, 2q + 1 and 8 + those.
