@@ -31,16 +31,6 @@ DEVICE void barrier_wait(u32 bar, int parity) {
         "r"(parity)
         : "memory");
 }
-// Whether the phase has passed, without waiting for it.
-DEVICE bool barrier_test(u32 bar, int parity) {
-    u32 passed;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}"
-                 : "=r"(passed)
-                 : "r"(bar), "r"(parity)
-                 : "memory");
-    return passed;
-}
-
 // The same on another CTA of the cluster. Relaxed on purpose: what these order is done by the consumers' own reads and
 // by the copy engine, and release semantics at cluster scope cost about 1,600 cycles each.
 DEVICE void barrier_arrive_remote(u32 bar, u32 rank) {

@@ -198,11 +198,9 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();
     };
 
-    // The stage of the chunk at hand, and the barriers of the next one.
+    // The stage of the chunk at hand and its barrier.
     int stage_index = base % C::kStages, parity = (base / C::kStages) & 1;
     u32 stage = shared + C::stages + stage_index * C::kStageBytes, full = shared + C::full + 8 * stage_index;
-    u32 next_stage = stage, empty = 0;
-    bool ready = false;
     Quad decay[8];
     auto load_decay = [&](int j) { return load_shared_quad(stage + lane_row + j * 16); };
     const int last_rows = w.rows - (n - 1) * kChunk;
@@ -226,18 +224,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
         }
     };
-    auto advance = [&]() {
-        empty = full + C::empty - C::full;
-        next_stage += C::kStageBytes;
-        full += 8;
-        if (++stage_index == C::kStages) {
-            stage_index = 0;
-            parity ^= 1;
-            next_stage = shared + C::stages;
-            full = shared + C::full;
-        }
-        ready = barrier_test(full, parity);
-    };
     auto exact_from = [&]() { return kChunk - static_cast<int>(marked & (Exact::kLowKeys - 1)); };  // first token
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
         const bool has_output = C::kOutputs && !C::kNorms && writes;
@@ -256,7 +242,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
         wgmma_commit();
         wgmma_wait<1>();
-        // Beside W: the decay and the output of the chunk before, a look at the next stage.
+        // Beside W: the decay and the output of the chunk before.
         if (has_output) read_output();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -275,7 +261,6 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         marked = load_shared(stage + lane_row + Stage::exact);
         if (has_output) write_output(i - 1, rows);
         if constexpr (kRoomy) load_output_operands();
-        advance();
         wgmma_wait<0>();
         if constexpr (!kRoomy) load_output_operands();
         float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -338,9 +323,17 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         wgmma_commit();
         // Beside the update: the output's last steps, and the next stage.
         const u32 this_stage = stage;
-        stage = next_stage;
+        const u32 empty = full + C::empty - C::full;
+        stage += C::kStageBytes;
+        full += 8;
+        if (++stage_index == C::kStages) {
+            stage_index = 0;
+            parity ^= 1;
+            stage = shared + C::stages;
+            full = shared + C::full;
+        }
         if (i < n) {
-            if (rarely(!ready)) barrier_wait(full, parity);
+            barrier_wait(full, parity);
             load_operands(i);
         }
         if constexpr (C::kOutputs) {
