@@ -161,10 +161,29 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll 1
         for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
             if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
-    const u32 beta_word = scratch + Scratch::beta + warp * 4;  // of lane 0
-    bool beta_upper = false;
-    if (this_lane < 16)
-        beta_upper = request_beta(p, w, first * kChunk + this_lane, beta_word + this_lane * Scratch::lower_row);
+    // The warp that does not solve asks for the next chunk's write strengths, and when it is done tells the other one
+    // which of them are strong: at the next chunk it solves.
+    float beta = 0.f;  // of token `lane`, for the solver
+    u32 strong = 0;    // bits of tokens
+    bool upper = false;
+    auto ask_for_beta = [&](int i, int lane) {
+        if (lane < 16)
+            upper = request_beta(p, w, i * kChunk + lane, scratch + Scratch::beta + lane * Scratch::lower_row);
+    };
+    auto take_beta = [&](int i, int lane) {
+        copy_words_wait();
+        beta = 0.f;
+        if (lane < min(kChunk, w.rows - i * kChunk))
+            beta = decode_beta(p, load_shared(scratch + Scratch::beta + lane * Scratch::lower_row), upper);
+        strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
+        if (lane == 0) store_shared(scratch + Scratch::strong, strong);
+    };
+    if (warp == ((base + first) / kStep & 1)) {
+        ask_for_beta(first, this_lane);
+        take_beta(first, this_lane);
+    }
+    meet(exchange, 64);
+    strong = load_shared(scratch + Scratch::strong);
 
     const u32 half = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
@@ -177,14 +196,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
         const int rows = min(kChunk, w.rows - i * kChunk);
-        copy_words_wait();
-        float beta = 0.f;
-        if (lane < 16) {
-            const u32 word = beta_word + lane * Scratch::lower_row;
-            if (lane < rows) beta = decode_beta(p, load_shared(word), beta_upper);
-            beta_upper = request_beta(p, w, (i + kStep) * kChunk + lane, word);
-        }
-        const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);  // tokens
+        if (!solver) ask_for_beta(i + kStep, lane);
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if constexpr (C::kConvolves) {
             if (i == 0 && w.first_chunk == 0) write_history<C>(p, b, w, raw, query_head, warp, lane);
@@ -245,6 +257,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();
         if (arrives(lane)) barrier_arrive(full);
         if (!solver) {
+            take_beta(i + kStep, lane);
             named_barrier_arrive(chunk_done, 64);
             continue;
         }
@@ -255,5 +268,6 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
                 if (C::kLowKeys && strong) copy_to_peer(stage + C::low_keys, rank ^ 1, C::kLowKeyBytes, full);
             }
         if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
+        strong = load_shared(scratch + Scratch::strong);
     }
 }

@@ -8,7 +8,8 @@
 struct Scratch {
     static constexpr int lower = 0;  // L^T fp32, [j][i], rows padded to 20 floats; only i > j is read
     static constexpr int lower_row = 80;
-    static constexpr int beta = lower + 64;  // of token i, in row i's padding: a word for each warp
+    static constexpr int beta = lower + 64;       // of token i, in row i's padding
+    static constexpr int strong = lower + 68;     // and which of them are strong: bits of tokens
     static constexpr int scales = 1280;  // two sets, for chunks in turn: fp32 [16] of k, then of q (row_scale.cuh)
     static constexpr int scales_bytes = 128;
 };
