@@ -33,7 +33,7 @@ PLANS = {
     40: Plan("whole", 1, 0.0, ()),
     64: Plan("parallel", 3, 0.0, ()),
 }  # by the greatest length: what decides a plan is part of a kind
-LAUNCHES = {"whole": 1, "pair": 1, "parallel": 3}
+LAUNCHES = {"whole": 1, "pair": 1, "parallel": 2}
 
 Launch = tuple[Any, ...]
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from rapidkda.backends.cuda.host.plan import (
     CHUNK,
     MAX_PARTS,
+    MOST_CHECKPOINT_BYTES,
     FormName,
     Plan,
+    Scratch,
     forgetting_us,
     plan_prefill,
-    scratch_bytes,
     workspace_bytes,
 )
 from rapidkda.testing import by_name
@@ -38,9 +39,9 @@ def planned(name: str) -> Plan:
         ("4x8192_h64", "whole"),
         ("ragged_h64", "whole"),
         ("8x256_h16", "whole"),
-        ("4x8192_h16", "pair"),
+        ("4x8192_h16", "parallel"),
         ("2x8192_h16", "parallel"),
-        ("1x8192_h64", "pair"),
+        ("1x8192_h64", "parallel"),
         ("1x16384_h32", "parallel"),
         ("1x2048_h16", "parallel"),
         ("1x512_h64", "pair"),
@@ -74,8 +75,18 @@ def test_a_plan_is_cheap_and_fits_the_device_and_the_workspace(
     if plan.parts > 1:
         assert 2 <= plan.parts <= MAX_PARTS
         assert 2 * segments * value_heads * plan.parts <= sms  # two CTAs a part, all at once
-    assert scratch_bytes(segments * value_heads, plan.parts) <= workspace_bytes(value_heads, sms)
-    assert (plan.parts > 1) == (plan.form == "parallel")
+    tokens = segments * longest * CHUNK
+    assert Scratch(segments, tokens, value_heads, plan.parts).bytes <= workspace_bytes(tokens, value_heads, sms)
+    assert plan.parts == 1 or plan.form == "parallel"
+
+
+@given(checkpoints=st.integers(0, 5000), value_heads=st.integers(1, 33))
+@settings(max_examples=100, deadline=None)
+def test_checkpoints_within_parts_have_a_bound(checkpoints: int, value_heads: int) -> None:
+    plan = plan_prefill(1, 1024, 1024, value_heads, H200_SMS, checkpoints=checkpoints)
+    without, needed = (Scratch(1, 0, value_heads, plan.parts, count).bytes for count in (0, checkpoints))
+    assert needed - without <= MOST_CHECKPOINT_BYTES
+    assert plan.parts > 1 or checkpoints > 0
 
 
 def test_a_plan_prints_every_alternative() -> None:

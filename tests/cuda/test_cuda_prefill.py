@@ -18,7 +18,7 @@ from rapidkda.backends.cuda.host.plan import Plan
 from rapidkda.device import Device
 from rapidkda.ops import kinds
 from rapidkda.segments import Checkpoints
-from rapidkda.testing import Inputs, Shape, bar, make_inputs, worst_output_error, worst_state_error
+from rapidkda.testing import Inputs, Shape, activated, bar, make_inputs, worst_output_error, worst_state_error
 from rapidkda.testing.regimes import Raw, Regime, logit
 from rapidkda.testing.tolerances import relative_error
 
@@ -32,7 +32,7 @@ if UNMET:
 
 RAGGED = Shape("ragged", (150, 64, 17, 1, 0, 66), 2)
 GROUPED = Shape("grouped", (70, 33), 1, 3)
-FORMS = (("whole", 1), ("pair", 1), ("parallel", 2), ("parallel", 3))
+FORMS = (("whole", 1), ("pair", 1), ("parallel", 1), ("parallel", 2), ("parallel", 3))
 
 
 @pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}{form[1]}")
@@ -133,6 +133,17 @@ def test_magnitudes_do_not_matter(form: str, values: float, keys: float, states:
         states=inputs.states * states,
     )
     err_out, err_state = errors(scaled, *run(scaled))
+    limit = bar("slow", torch.bfloat16)
+    assert err_out <= limit.out
+    assert err_state <= limit.state
+
+
+@pytest.mark.parametrize("queries", [1e-2, 1.0, 1e4])
+def test_queries_as_they_are(form: str, queries: float) -> None:
+    """Nothing normalises them, and in parts they meet a transition before a state."""
+    inputs = activated((150, 77), -0.01, dtype=torch.bfloat16, device=DEVICE, seed=5)
+    inputs.q *= queries
+    err_out, err_state = errors(inputs, *run(inputs))
     limit = bar("slow", torch.bfloat16)
     assert err_out <= limit.out
     assert err_state <= limit.state
@@ -246,8 +257,8 @@ def test_constant_slow_gates_keep_what_they_are(lower_bound: float | None) -> No
 @pytest.mark.parametrize(
     "checkpoints",
     [
-        ((0, 16, 0), (0, 96, 1), (0, 160, 2), (1, 48, 3)),  # some between the two chunks of a step
-        ((0, 32, 0), (0, 96, 1), (0, 160, 2), (1, 32, 3)),
+        ((0, 16, 0), (0, 96, 1), (0, 160, 2), (1, 48, 3)),
+        ((0, 96, 0), (0, 96, 1), (0, 112, 2), (1, 32, 3)),  # two of the same state
     ],
     ids=["chunks", "steps"],
 )

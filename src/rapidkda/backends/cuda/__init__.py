@@ -49,7 +49,7 @@ class CudaBackend:
 
         if op != "prefill" or sizes.segments == 0:
             return 0
-        return workspace_bytes(sizes.value_heads, _MAX_MULTIPROCESSORS)
+        return workspace_bytes(sizes.tokens, sizes.value_heads, _MAX_MULTIPROCESSORS)
 
     def prefill(self, call: PrefillCall) -> None:
         """See `rapidkda.backends.base.Backend`."""

@@ -63,8 +63,11 @@ DEVICE void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 DEVICE u32 cluster_rank() {
     u32 r;

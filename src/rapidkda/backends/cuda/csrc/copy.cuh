@@ -20,6 +20,12 @@ DEVICE void copy_tile(u32 destination, const TensorMap* map, int token, int bloc
         "l"(map), "r"(0), "r"(token), "r"(block), "r"(head), "r"(bar)
         : "memory");
 }
+// The same tile, only brought into the L2 cache.
+DEVICE void prefetch_tile(const TensorMap* map, int token, int block, int head) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0,{%1,%2,%3,%4}];" ::"l"(map), "r"(0), "r"(token),
+                 "r"(block), "r"(head)
+                 : "memory");
+}
 // The same into the CTA `rank` of the cluster, at the same offsets, completing on its barrier.
 DEVICE void copy_tile_remote(u32 destination, const TensorMap* map, int token, int block, int head, u32 bar, u32 rank) {
     asm volatile(
@@ -27,6 +33,13 @@ DEVICE void copy_tile_remote(u32 destination, const TensorMap* map, int token, i
         "[%0],[%1,{%2,%3,%4,%5}],[%6],%7;" ::"r"(destination),
         "l"(map), "r"(0), "r"(token), "r"(block), "r"(head), "r"(bar), "h"(static_cast<u16>(1u << rank))
         : "memory");
+}
+// Contiguous bytes of global memory, a multiple of 16.
+DEVICE void copy_bulk(u32 destination, const void* source, int bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
+                     destination),
+                 "l"(source), "r"(bytes), "r"(bar)
+                 : "memory");
 }
 // This CTA's shared memory to the same offset in CTA `rank`, completing on the barrier at the same offset there.
 DEVICE void copy_to_peer(u32 source, u32 rank, int bytes, u32 bar) {

@@ -7,7 +7,7 @@ constexpr int kChunk = 16;  // tokens a step
 // kWhole:      one CTA owns a head: 128 rows of the state (V), two consumer warpgroups.
 // kPair:       a cluster of two CTAs owns a head, 64 rows of V each; each prepares every other chunk for both.
 // kTransition: a cluster of two CTAs makes the affine transition of a part of a segment: rank 0 its B (zero state),
-//              rank 1 its M (identity state, v = 0), 128 rows each, preparation shared as in kPair. No outputs.
+//              rank 1 its M (identity state, v = 0), 128 rows each, preparation shared as in kPair.
 enum class Form { kWhole, kPair, kTransition };
 
 // One stage: everything the consumers need of one chunk. Tiles have the 128-byte swizzle: [64-channel half][row][128
@@ -37,7 +37,7 @@ struct Exact {
     static constexpr u32 kLowKeys = 32;          // added to the number of tokens
 };
 
-// kParts: runs are parts of segments, some of which start from nothing (seams.cu).
+// kParts: runs are parts of segments (parts.cuh).
 template <Form kForm_, bool kBounded_, bool kGateFloat_, bool kParts_, bool kConvolves_ = false, bool kNorms_ = false>
 struct Config {
     static constexpr Form kForm = kForm_;
@@ -49,7 +49,6 @@ struct Config {
     static_assert(kForm == Form::kWhole || !kNorms, "one CTA has all of a head's channels");
     static_assert(!kParts || !kConvolves);
     static constexpr bool kCluster = kForm != Form::kWhole;
-    static constexpr bool kOutputs = kForm != Form::kTransition;
     static constexpr int kWarpgroups = kForm == Form::kPair ? 1 : 2;  // consumers, 64 state rows each
     static constexpr int kGroups = 4;                                // producers, two warps each
     static constexpr int kConsumers = kWarpgroups * 128;
@@ -59,7 +58,7 @@ struct Config {
     static constexpr int kThreads = kFirstProducer + kGroups * 64;
     // Registers a thread, moved between the roles at the start.
     static constexpr int kConsumerRegisters = kForm == Form::kPair ? 192 : 160;
-    static constexpr int kProducerRegisters = kForm == Form::kPair ? 112 : 96;
+    static constexpr int kProducerRegisters = kForm != Form::kPair ? 96 : kParts ? 128 : 112;
     // setmaxnreg acts on whole warpgroups and hangs where the roles want more than the launch took: as many registers a
     // thread as fit an SM, which the assembler counts in fours of warps.
     static constexpr int kLaunchRegisters = 65536 / (32 * ((kThreads / 32 + 3) / 4 * 4)) / 8 * 8;
@@ -72,7 +71,7 @@ struct Config {
     // Behind V: low parts of the update's keys in chunks with strong writes, [4 x 4 n-tiles][lane][n-tile][tokens 2q,
     // 2q + 1, 8 + 2q, 9 + 2q], the upper bytes of fp16 words 2^11 times as large. Transitions have no room for them, nor
     // has a pair that convolves.
-    static constexpr bool kLowKeys = kOutputs && !(kForm == Form::kPair && kConvolves);
+    static constexpr bool kLowKeys = kForm == Form::kWhole || (kForm == Form::kPair && !kConvolves);
     static constexpr int low_keys = Stage::v + (kForm == Form::kPair ? 2048 : 4096);
     static constexpr int kLowKeyBytes = kLowKeys ? 2048 : 0;
     static constexpr int kStageBytes = low_keys + kLowKeyBytes;
@@ -83,7 +82,9 @@ struct Config {
     static constexpr int kRawBytes = kConvolves ? raw_before + 3 * 768 : raw_v;  // q, k, g of one chunk
     static constexpr int kRaw = (kRawBytes + 1023) / 1024 * 1024;
     static constexpr int kScratch = 1536;                // of a producer group, see solve.cuh
-    static constexpr int kStaging = kOutputs && !kNorms ? 512 : 0;  // of a consumer warp: its 16x16 output tile
+    // Of a consumer warp, its 16 x 16 output tile: in a cluster, in what the stage of its number leaves free.
+    static constexpr int kStaging = kNorms ? 0 : 512;
+    static_assert(!kCluster || (kStages >= kWarpgroups * 4 && Stage::prepared + kStaging <= Stage::v));
     // Raw tiles in flight.
     static constexpr int kSlots =
         kCluster ? kGroups : 2 * kGroups - 2 * kConvolves - (kGateFloat && (kConvolves || kNorms));
@@ -98,7 +99,10 @@ struct Config {
     static constexpr int inverse = z + (kNorms ? kGroups * 4096 : 0);
     static constexpr int scratch = inverse + (kEarlyReload ? kGroups * 4096 : 0);
     static constexpr int staging = scratch + kGroups * kScratch;
-    static constexpr int norm_weight = staging + kWarpgroups * 4 * kStaging;  // fp32 [128]
+    static constexpr int norm_weight = staging + (kCluster ? 0 : kWarpgroups * 4 * kStaging);  // fp32 [128]
+    DEVICE static int staging_of(int warp) {
+        return kCluster ? stages + warp * kStageBytes + Stage::prepared : staging + warp * kStaging;
+    }
     static constexpr int full = norm_weight + (kNorms ? 512 : 0);            // barriers: stage ready
     static constexpr int empty = full + 8 * kStages;                   // stage free
     static constexpr int raw_full = empty + 8 * kStages;               // raw tiles landed

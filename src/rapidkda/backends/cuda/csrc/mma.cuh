@@ -55,27 +55,19 @@ DEVICE void wgmma_n32(float* d, const u32* a, u32 b, int accumulate) {
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
 }
-DEVICE void wgmma_n16(float* d, const u32* a, u32 b, int accumulate) {
-    asm volatile(
-        TILE("%12") ".reg .pred p;\nsetp.ne.b32 p,%13,0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},tile,p,1,1,0;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate));
-}
-
 #define FLOATS8(d, o)                                                                                              \
     "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3]), "+f"(d[o + 4]), "+f"(d[o + 5]), "+f"(d[o + 6]), \
         "+f"(d[o + 7])
 
-// d[64 x 128] += a[64 x 16] b[16 x 128] in fp16; b an N-major tile [16][128], in two halves of 64 columns.
-DEVICE void wgmma_f16_n128(float* d, const u32* a, u32 b) {
-    asm volatile(
-        TILE("%68") "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-        "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
-        "%56,%57,%58,%59,%60,%61,%62,%63},{%64,%65,%66,%67},tile,1,1,1,1;\n}"
-        : FLOATS8(d, 0), FLOATS8(d, 8), FLOATS8(d, 16), FLOATS8(d, 24), FLOATS8(d, 32), FLOATS8(d, 40), FLOATS8(d, 48),
-          FLOATS8(d, 56)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-}
+// d[64 x 128] += a[64 x 16] b[16 x 128]; b an N-major tile [16][128], in two halves of 64 columns.
+#define WGMMA_N128(type)                                                                                           \
+    asm volatile(                                                                                                  \
+        TILE("%68") "wgmma.mma_async.sync.aligned.m64n128k16.f32." type " {"                                       \
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"    \
+        "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"  \
+        "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},{%64,%65,%66,%67},tile,1,1,1,1;\n}"                              \
+        : FLOATS8(d, 0), FLOATS8(d, 8), FLOATS8(d, 16), FLOATS8(d, 24), FLOATS8(d, 32), FLOATS8(d, 40),            \
+          FLOATS8(d, 48), FLOATS8(d, 56)                                                                           \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
+DEVICE void wgmma_n128(float* d, const u32* a, u32 b) { WGMMA_N128("bf16.bf16"); }
+DEVICE void wgmma_f16_n128(float* d, const u32* a, u32 b) { WGMMA_N128("f16.f16"); }

@@ -47,16 +47,16 @@ struct Params {
     const int* checkpoint_begin;   // [N+1] or null: none
     const int* checkpoint_offset;
     const int* checkpoint_slot;
-    float* transitions;            // [N, P - 1, HV, 2, 128, 128] fp32: B then M of the parts between the first and the last
-    float* starts;                 // [N, HV, 128 V, 128 K] fp32: of the segment, then of its second part; or null
-    int* seams;                    // [N, 2 P, HV], of the beginning of each half of a part: see seams.cu
+    float* transitions;            // [N, P, HV] what parts leave, then [checkpoints, HV]: parts.cuh; or null
+    u16* start_queries;            // [T, HV, K] bf16: with what outputs read the state that their part starts from
+    int* seams;                    // [N, 2 P, HV], of the beginning of each half of a part: see seams.cuh
     i64 beta_token_stride, beta_head_stride;  // elements
     i64 out_token_stride, out_head_stride;
     i64 initial_stride, final_stride, checkpoint_stride;  // elements between slots
     i64 read_stride, write_stride, has_initial_stride;    // elements
     int tokens, segments, value_heads, group;  // group: value heads a query head
     int initial_rows, final_rows, checkpoint_rows, pad_slot;
-    int parts;                     // P: parts of a segment that run at once, two CTAs each
+    int parts;                     // P: of a segment, two CTAs each
     u32 flags;
     float scale, beta_scale, lower_bound;
     int checkpoints;               // entries of checkpoint_offset and checkpoint_slot

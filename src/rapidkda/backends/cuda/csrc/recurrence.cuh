@@ -109,38 +109,32 @@ DEVICE void add_low_keys(float* state, const u32* u, u32 keys) {
     }
 }
 
-// kFirstStep: beside the transitions, in the first of two launches; the last state is where the second one starts.
-template <class C, bool kFirstStep>
+// identity: the run makes M, whose rows start from those of the identity, with v = 0.
+template <class C, bool identity>
 DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_index, int lane, u32 rank, int n,
                            int base) {
     const int warpgroup = warp_index >> 2, warp = warp_index & 3, g = lane >> 2, q = lane & 3;
-    const bool identity = C::kForm == Form::kTransition && rank == 1;  // the rows of M: S0 = I, v = 0
     const int v_half = C::kForm == Form::kPair ? rank : warpgroup;      // which 64 of V
     const int row = v_half * 64 + warp * 16 + g, column = 2 * q;
-    const int warm_up = C::kParts && C::kForm == Form::kWhole ? w.warm_up : 0;  // chunks of which nothing is kept
-    const PoolLayout dense{true, true, true};
+    constexpr bool kShare = C::kParts && C::kForm == Form::kWhole;
+    const int warm_up = kShare ? w.warm_up : 0;  // chunks of which nothing is kept
     auto head_offset = [&]() { return static_cast<i64>(w.head) * (128 * 128); };
 
     float state[64];
-    if (C::kParts && C::kOutputs && !w.from_zero) {
-        load_state(state, p.starts, start_offset(p, w), row, column, dense);
-        if constexpr (C::kForm == Form::kPair && !kFirstStep)  // through the parts between the first and this one
-#pragma unroll 1
-            for (int part = 1; part <= w.part; part++)
-                apply_transition(state, p.transitions, transition_offset(p, w, part), row, column, lane);
-    } else if constexpr (C::kForm == Form::kTransition) {
+    if constexpr (C::kForm == Form::kTransition) {
 #pragma unroll
         for (int j = 0; j < 16; j++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 state[4 * j + e] = identity && row + (e >> 1) * 8 == column + 8 * j + (e & 1) ? 1.f : 0.f;
-    } else if (!C::kParts && w.has_initial) {
+    } else if (w.has_initial) {
         load_state(state, p.initial, w.read_slot * p.initial_stride + head_offset(), row, column,
                    pool_layout(p, kInitialFloat));
     } else {
 #pragma unroll
         for (int t = 0; t < 64; t++) state[t] = 0.f;
     }
+    if constexpr (kShare) cluster_arrive();  // the last state may go where the first one was: see below
 
     // The next checkpoint, and the chunk of this run that it follows, or -1.
     int checkpoint = 0, checkpoint_chunk = -1;
@@ -152,7 +146,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             checkpoint_chunk = chunk < warm_up ? -1 : chunk;
         }
     };
-    if (C::kOutputs && p.checkpoint_begin) {
+    if (p.checkpoint_begin) {
         checkpoint = max(p.checkpoint_begin[w.segment], 0);
         find_checkpoint();
     }
@@ -161,12 +155,14 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     const u32 v_row = (lane >> 4) * 8 + (lane & 7), v_piece = 2 * warp + ((lane >> 3) & 1);
     const u32 v_lane = Stage::v + (C::kForm == Form::kPair ? 0 : warpgroup) * 2048 + v_row * 128 +
                        ((v_piece ^ (v_row & 7)) << 4);
-    const u32 small_lane = ((lane >> 3) & 1) * 256 + ((lane >> 4) * 8 + (lane & 7)) * 16;
-    const u32 staging = shared + C::staging + warp_index * C::kStaging;
+    const u32 small_lane = ((lane >> 3) & 1) * 256 + v_row * 16;
+    const u32 staging = shared + C::staging_of(warp_index);
     const u32 lane_row = kept(Stage::decay + q * Stage::lane_row, lane), lane16 = kept(lane * 16, lane);
-    const u16* const out = p.out + w.first_token * p.out_token_stride + w.head * p.out_head_stride + v_half * 64 +
-                           warp * 16;  // of the run's first chunk, and of this lane:
-    const u32 out_lane = kept((lane & 15) * 2u * static_cast<u32>(p.out_token_stride) + (lane >> 4) * 16, lane);
+    // Of the run's first chunk; M's outputs are the rows with which those of the segment read the part's start.
+    const u32 token_stride = identity ? 128 * p.value_heads : static_cast<u32>(p.out_token_stride);
+    const u16* const out = (identity ? p.start_queries : p.out) + w.first_token * static_cast<i64>(token_stride) +
+                           w.head * (identity ? 128 : p.out_head_stride) + v_half * 64 + warp * 16;
+    const u32 out_lane = kept(v_row * 2u * token_stride + ((lane >> 3) & 1) * 16, lane);  // and of this lane
 
     float products[16];  // [W 8 | O' 8]
     u32 v[4] = {0, 0, 0, 0}, intra[4], marked = 0;
@@ -177,7 +173,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     // Fours of channels whose decay is loaded with the operands; the others come beside W, where registers are short,
     // most of all where warm-ups and norms take some.
     constexpr bool kRoomy = C::kForm == Form::kPair;
-    constexpr int kEarly = kRoomy ? (C::kParts ? 6 : 8) : (C::kForm == Form::kWhole && C::kParts) || C::kNorms ? 1 : 2;
+    constexpr int kEarly = kRoomy ? (C::kParts ? 6 : 8) : C::kParts || C::kNorms ? 1 : 2;
     Range range;
 
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
@@ -187,11 +183,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         store_matrix_transposed(C::kNorms ? tile + v_lane : small_lane + not_hoisted(staging), output);
         __syncwarp();
     };
-    auto read_output = [&]() { row_piece = load_shared_words4(lane16 + not_hoisted(staging)); };
+    auto read_output = [&]() { row_piece = load_shared_words4(small_lane + not_hoisted(staging)); };
     auto write_output = [&](int chunk, int rows) {
-        const u64 to = reinterpret_cast<u64>(out) + out_lane +
-                       static_cast<u64>(chunk * (2u * kChunk)) * static_cast<u32>(p.out_token_stride);
-        if ((fresh_lane() & 15) < rows)
+        const u64 to = reinterpret_cast<u64>(out) + out_lane + static_cast<u64>(chunk * (2u * kChunk)) * token_stride;
+        if (static_cast<int>(v_row) < rows)
             asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(row_piece.x), "r"(row_piece.y),
                          "r"(row_piece.z), "r"(row_piece.w)
                          : "memory");
@@ -219,14 +214,12 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             for (int t = 0; t < 4; t++) v[t] &= last_tokens[t >> 1];
     };
     auto load_output_operands = [&]() {
-        if constexpr (C::kOutputs) {
-            load_matrix(intra, stage + Stage::intra + small_lane);
-            query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
-        }
+        load_matrix(intra, stage + Stage::intra + small_lane);
+        query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
     };
     auto exact_from = [&]() { return kChunk - static_cast<int>(marked & (Exact::kLowKeys - 1)); };  // first token
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
-        const bool has_output = C::kOutputs && !C::kNorms && writes;
+        const bool has_output = !C::kNorms && writes;
         u32 state_bf16[32];
 #pragma unroll
         for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
@@ -235,10 +228,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll
         for (int s = 0; s < 8; s++) {
             const u32 tile = kd_qd + ((s >> 2) * 4096 + (s & 3) * 32) / 16;
-            if constexpr (C::kOutputs)
-                wgmma_n32(products, state_bf16 + 4 * s, tile, s > 0);
-            else
-                wgmma_n16(products, state_bf16 + 4 * s, tile, s > 0);
+            wgmma_n32(products, state_bf16 + 4 * s, tile, s > 0);
         }
         wgmma_commit();
         wgmma_wait<1>();
@@ -299,10 +289,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                     u_low[t] = pack_f16(token >= exact_from() ? x[2 * t] - low_f16(u[t]) : 0.f,
                                         token + 1 >= exact_from() ? x[2 * t + 1] - high_f16(u[t]) : 0.f);
                 }
-                if constexpr (C::kOutputs) {
-                    mma_f16(o, u_low, intra[0], intra[1]);
-                    mma_f16(o + 4, u_low, intra[2], intra[3]);
-                }
+                mma_f16(o, u_low, intra[0], intra[1]);
+                mma_f16(o + 4, u_low, intra[2], intra[3]);
                 wgmma_fence();
                 wgmma_f16_n128(state, u_low, swizzled_tile(stage + Stage::kr, 2048));
                 wgmma_commit();
@@ -313,10 +301,8 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         }
     };
     auto back = [&](int i) {  // the next chunk
-        if constexpr (C::kOutputs) {  // before the update: behind it, they would wait for the tensor cores
-            mma_f16(o, u, intra[0], intra[1]);
-            mma_f16(o + 4, u, intra[2], intra[3]);
-        }
+        mma_f16(o, u, intra[0], intra[1]);  // before the update: behind it, they would wait for the tensor cores
+        mma_f16(o + 4, u, intra[2], intra[3]);
         const u32 kr = swizzled_tile(stage + Stage::kr, 2048);
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
@@ -336,16 +322,14 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             barrier_wait(full, parity);
             load_operands(i);
         }
-        if constexpr (C::kOutputs) {
 #pragma unroll
-            for (int t = 0; t < 4; t++) {
-                const Pair y = t < 2 ? Pair{query_scale.x, query_scale.y} : Pair{query_scale.z, query_scale.w};
-                const float first = fmaf(y.x, products[8 + 2 * t], o[2 * t]);
-                const float second = fmaf(y.y, products[9 + 2 * t], o[2 * t + 1]);
-                output[t] = multiply_bf16(pack_bf16(first, second), range.out());
-            }
-            stage_output(this_stage);
+        for (int t = 0; t < 4; t++) {
+            const Pair y = t < 2 ? Pair{query_scale.x, query_scale.y} : Pair{query_scale.z, query_scale.w};
+            const float first = fmaf(y.x, products[8 + 2 * t], o[2 * t]);
+            const float second = fmaf(y.y, products[9 + 2 * t], o[2 * t + 1]);
+            output[t] = multiply_bf16(pack_bf16(first, second), range.out());
         }
+        stage_output(this_stage);
 #pragma unroll
         for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
         wgmma_wait<0>();
@@ -372,29 +356,27 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             if (i == end) break;
             front(i, true, rows);
         }
-        if (C::kOutputs && checkpoint_chunk >= 0 && i == checkpoint_chunk + 1) {
+        while (checkpoint_chunk >= 0 && i == checkpoint_chunk + 1) {
             const int slot = p.checkpoint_slot[checkpoint];
-            if (slot >= 0 && slot < p.checkpoint_rows)
+            if constexpr (C::kForm == Form::kTransition)  // finished where the part's start is known: correct.cu
+                store_transition(state, transition_at(p, checkpoint, w.head), identity, row, column, low_bf16(range.out()));
+            else if (slot >= 0 && slot < p.checkpoint_rows)
                 store_state(state, p.checkpoint_pool, slot * p.checkpoint_stride + head_offset(), row, column,
                             pool_layout(p, kCheckpointFloat), low_bf16(range.out()));
             checkpoint++;
             find_checkpoint();
         }
     }
-    if (C::kOutputs && !C::kNorms && n > warm_up) {
+    if (!C::kNorms && n > warm_up) {
         read_output();
         write_output(n - 1, w.rows - (n - 1) * kChunk);
     }
 
-    if constexpr (C::kForm == Form::kTransition) {
-        if (identity)
-            store_transition(state, p.transitions + transition_offset(p, w, w.part) + 128 * 128, row, q, low_bf16(range.out()));
-        else
-            store_state(state, p.transitions, transition_offset(p, w, w.part), row, column, dense, low_bf16(range.out()));
-    } else if constexpr (kFirstStep) {
-        store_state(state, p.starts, start_offset(p, w), row, column, dense, low_bf16(range.out()));
-    } else if (p.final_ && w.last_part) {
+    if constexpr (kShare) cluster_wait();
+    if (!w.kept) return;
+    if (C::kParts && p.parts > 1)
+        store_transition(state, transition_of(p, w.segment, w.part, w.head), identity, row, column, low_bf16(range.out()));
+    else if (p.final_ && C::kForm != Form::kTransition)
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,
                     pool_layout(p, kFinalFloat), low_bf16(range.out()));
-    }
 }

@@ -51,7 +51,7 @@ ADDRESSES = (
     "checkpoint_offset",
     "checkpoint_slot",
     "transitions",
-    "starts",
+    "start_queries",
     "seams",
 )
 

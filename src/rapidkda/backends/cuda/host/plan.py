@@ -1,14 +1,13 @@
 """Which form of the prefill kernel serves a call: a cost model fitted on measurements, and the choice with its reasons.
 
 Forms. `whole`: one CTA a head. `pair`: a cluster of two CTAs a head, for few chains. `parallel` cuts a segment into
-P + 1 parts, exactly, whatever the gates are: a pair runs the first part beside the affine transitions (S -> S M + B) of
-all but the last of the others, and then the others run side by side, P pairs, each from the start that it makes of the
-first part's last state and the transitions before it. The first part is a little longer, so that nobody waits.
+P parts, exactly, whatever the gates are: a pair runs the first part beside the affine transitions (S -> S M + B) of the
+others, whose outputs are then corrected by the states that their parts start from.
 
-Where a head provably forgets everything at each of 2 P - 1 seams (csrc/seams.cu, decided per head on the device), the
-first of the two steps has nothing to do for it, and in the second each of the 2 P CTAs takes its share of the tokens
-instead of half of V, from zero a few chunks early: less work in all. Gates are not known here, so a form is chosen by
-the geometric mean of what it costs where all is forgotten and where nothing is.
+Where a head provably forgets all before a part and all before its middle (csrc/seams.cuh, decided per part on the
+device), each of the part's two CTAs takes half of its tokens instead of B or M, from zero a few chunks early: less work
+in all, and nothing to correct. Gates are not known here, so a form is chosen by the geometric mean of what it costs
+where all is forgotten and where nothing is.
 """
 
 from __future__ import annotations
@@ -22,17 +21,24 @@ FormName = Literal["whole", "pair", "parallel"]
 
 CHUNK = 16
 MAX_PARTS = 16
-STATE_BYTES = 128 * 128 * 4  # one head's state in fp32
+TRANSITION_BYTES = 2 * 128 * 128 * 4  # of a part of a head
+QUERY_BYTES = 128 * 2  # of a token of a head
+CORRECTED_BYTES = QUERY_BYTES + 2 * 128 * 2  # its query, and its output read and written
 SEAM_BYTES = 4
+MOST_CHECKPOINT_BYTES = 1 << 28  # scratch that checkpoints within parts may take; calls with more of them have no parts
 
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a launch costs at least, what going on to
 # the next head costs, and a chunk. Unbounded gates cost 1.1 times as much in every form, so the choice is the same.
 WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.19
 PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.70
-# Three launches; a chunk of a part and of a transition, whose kernels have two ways to go; a transition applied.
-PARALLEL_START_US, PART_US, TRANSITION_US, APPLY_US = 37.0, 0.75, 0.84, 12.2
+# A part alone, which may be shared by time: what looking for seams costs, and a chunk of its pair. Else two launches: a
+# chunk of a transition, a transition applied, bytes of outputs corrected in a microsecond, and a checkpoint of a head
+# for one of as many CTAs as there are multiprocessors.
+SEAM_US, PART_US = 5.0, 0.67
+PARALLEL_START_US, TRANSITION_US, APPLY_US, CORRECT_BYTES_US, CHECKPOINT_US = 40.0, 1.08, 2.0, 3.4e6, 6.0
+FIRST_PART = 1.5  # chunks of the first part for one of any other: csrc/parts.cuh
 # The same launches where all is forgotten, a chunk of a share, and the most chunks that it begins early.
-FORGETTING_START_US, SHARE_US, WARM_UP_CHUNKS = 48.0, 1.18, 5
+FORGETTING_START_US, FORGETTING_CORRECT_US, SHARE_US, WARM_UP_CHUNKS = 33.0, 13.0, 1.06, 5
 
 # What a neighbour adds to a chunk, where the form can take it on; and what one costs by itself: a launch, and the bytes
 # of its rows at the rate that they reach.
@@ -53,7 +59,7 @@ class Plan:
 
     Attributes:
         form: which kernels run.
-        parts: pairs of a head at once, 1 unless `form` is `parallel`.
+        parts: of a segment, 1 unless `form` is `parallel`.
         predicted_us: the cost model's device time.
         alternatives: the same for every form considered, "name": microseconds.
     """
@@ -65,7 +71,7 @@ class Plan:
 
     @property
     def launches(self) -> int:
-        return 3 if self.form == "parallel" else 1
+        return 2 if self.parts > 1 else 1
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {us:.0f} us" for name, us in self.alternatives)
@@ -81,6 +87,7 @@ def plan_prefill(
     sms: int,
     fused: tuple[Neighbour, ...] = (),
     clusters: bool = True,
+    checkpoints: int = 0,
 ) -> Plan:
     """Choose the form for `segments` sequences of `value_heads` heads.
 
@@ -90,6 +97,7 @@ def plan_prefill(
         sms: multiprocessors of the device.
         fused: neighbours that the form has to take on.
         clusters: whether a form of clusters may do so.
+        checkpoints: states to export on the way, of every head.
     """
     chains = segments * value_heads
     sizes = (segments, value_heads, total_chunks, longest_chunks)
@@ -104,10 +112,21 @@ def plan_prefill(
     if "pair" in able:
         pair_us = PAIR_US + sum(FUSED_US["pair"][name] for name in fused)
         costs["pair", 1] = PAIR_START_US + start_us + _serial(*sizes, sms // 2, PAIR_SWITCH_US, pair_us)
-    for parts in range(2, MAX_PARTS + 1) if "parallel" in able else ():
-        if 2 * chains * parts <= sms:
-            each = longest_chunks / (parts + TRANSITION_US / PART_US)
-            costs["parallel", parts] = PARALLEL_START_US + each * (TRANSITION_US + PART_US) + APPLY_US * (parts - 1)
+    exported = checkpoints * value_heads
+    most_parts = MAX_PARTS if exported * TRANSITION_BYTES <= MOST_CHECKPOINT_BYTES else 1
+    for parts in range(1, min(most_parts, sms // (2 * chains)) + 1) if "parallel" in able else ():
+        if parts == 1:
+            costs["parallel", 1] = PAIR_START_US + SEAM_US + longest_chunks * PART_US
+            continue
+        each = 1 / (parts - 1 + FIRST_PART)  # of the chunks
+        corrected = each * (parts - 1) * total_chunks * CHUNK * value_heads * CORRECTED_BYTES
+        costs["parallel", parts] = (
+            PARALLEL_START_US
+            + each * longest_chunks * TRANSITION_US
+            + APPLY_US * (parts - 1)
+            + corrected / CORRECT_BYTES_US
+            + exported / sms * CHECKPOINT_US
+        )
     form, parts = min(costs, key=lambda one: costs[one] * forgetting_us(one[0], one[1], costs[one], longest_chunks))
     return Plan(
         form, parts, costs[form, parts], tuple((f"{n}{f'/{p}' if p > 1 else ''}", us) for (n, p), us in costs.items())
@@ -116,7 +135,10 @@ def plan_prefill(
 
 def forgetting_us(form: FormName, parts: int, us: float, longest: int) -> float:
     """Time of a form where all heads forget; `us`: its time where none does."""
-    return us if form != "parallel" else FORGETTING_START_US + (longest / (2 * parts) + WARM_UP_CHUNKS) * SHARE_US
+    if form != "parallel":
+        return us
+    start_us = FORGETTING_START_US + FORGETTING_CORRECT_US * (parts > 1)
+    return start_us + (longest / (2 * parts) + WARM_UP_CHUNKS) * SHARE_US
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,11 +180,36 @@ def _serial(
     return max(alone, full, rounds)
 
 
-def scratch_bytes(units: int, parts: int) -> int:
-    """Scratch of a plan for so many heads of segments: start states, transitions (B and M), seams."""
-    return units * ((2 * parts - 1) * STATE_BYTES + 2 * parts * SEAM_BYTES) if parts > 1 else 0
+@dataclass(frozen=True)
+class Scratch:
+    """What a plan in parts needs in memory beside a call's tensors.
+
+    Attributes:
+        places: bytes from its start to transitions, rows of queries and seams (csrc/params.cuh).
+        bytes: of all.
+    """
+
+    segments: int
+    tokens: int
+    value_heads: int
+    parts: int
+    checkpoints: int = 0
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        transitions = (self.segments * self.parts + self.checkpoints) * self.value_heads * TRANSITION_BYTES
+        return 0, transitions, transitions + self.tokens * self.value_heads * QUERY_BYTES
+
+    @property
+    def bytes(self) -> int:
+        if self.parts == 1:
+            return 0
+        return self.places[-1] + self.segments * self.value_heads * 2 * self.parts * SEAM_BYTES
 
 
-def workspace_bytes(value_heads: int, sms: int) -> int:
-    """Scratch of the widest plan: it has at most sms / 2 pairs in all, whatever the number of segments."""
-    return sms // 2 * (2 * STATE_BYTES + 2 * SEAM_BYTES) if 4 * value_heads <= sms else 0
+def workspace_bytes(tokens: int, value_heads: int, sms: int) -> int:
+    """Scratch of the widest plan without checkpoints: it has at most sms / 2 parts in all, whatever the number of
+    segments."""
+    if 4 * value_heads > sms:
+        return 0
+    return sms // 2 * (TRANSITION_BYTES + 2 * SEAM_BYTES) + tokens * value_heads * QUERY_BYTES

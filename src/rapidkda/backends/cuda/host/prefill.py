@@ -1,4 +1,4 @@
-"""Launch of csrc/prefill.cu, and of csrc/seams.cu before it, for one validated call."""
+"""Launch of csrc/prefill.cu, and of csrc/correct.cu or csrc/history.cu after it, for one validated call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .. import compiler
 from ..compiler import KernelSource
 from . import neighbours, params, schedule
 from .params import ORDER_ENTRIES, Constants, Flags
-from .plan import CHUNK, SEAM_BYTES, STATE_BYTES, Neighbour, Plan, plan_prefill, scratch_bytes
+from .plan import CHUNK, Neighbour, Plan, Scratch, plan_prefill
 from .tensor_map import ALIGNMENT, tensor_map
 
-SEAMS = KernelSource("seams.cu", "seams")
+CORRECT = KernelSource("correct.cu", "correct")
 HISTORY = KernelSource("history.cu", "history")
 _HISTORY_CHANNELS = 256  # of a block
 _MOST_MAPS = 64  # sets of tensor maps that a kind of call keeps
@@ -47,14 +47,13 @@ _address = Tensor.data_ptr
 _FORMS = {
     "whole": ("kWhole", False, False),
     "pair": ("kPair", True, False),
-    "part": ("kPair", True, True),
-    "transition": ("kTransition", True, True),
+    "parallel": ("kTransition", True, True),
 }
 
 
 @functools.cache
 def kernel(form: str, bounded: bool, gate_float: bool, convolves: bool = False, norms: bool = False) -> KernelSource:
-    """The prefill kernel of a form (`whole`, `pair`, `part`, `transition`), gate kind, dtype of g, what it fuses."""
+    """The prefill kernel of a form (`whole`, `pair`, `parallel`), gate kind, dtype of g, what it fuses."""
     name, cluster, parts = _FORMS[form]
     macros = {
         "KDA_FORM": name,
@@ -78,7 +77,7 @@ def kernels() -> list[KernelSource]:
         *itertools.starmap(kernel, itertools.product(["whole"], either, either, [True], either)),
         *itertools.starmap(kernel, itertools.product(["whole"], either, either, [False], [True])),
         *itertools.starmap(kernel, itertools.product(["pair"], either, [False], [True])),
-        SEAMS,
+        CORRECT,
         HISTORY,
     ]
 
@@ -87,7 +86,7 @@ def plan(call: PrefillCall, sms: int) -> Plan:
     """The form that the cost model chooses for a call. Neighbours are given where they are taken on: see fuse.py."""
     given: list[tuple[Neighbour, object]] = [("conv", call.conv), ("norm", call.norm)]
     fused = tuple([name for name, inputs in given if inputs is not None])
-    return plan_prefill(*sizes(call), sms, fused, clusters_convolve(call))
+    return plan_prefill(*sizes(call), sms, fused, clusters_convolve(call), _checkpoints(call))
 
 
 def clusters_convolve(call: PrefillCall) -> bool:
@@ -126,11 +125,8 @@ class Prepared:
         index = call.tokens.q.device.index
         self.device = torch.cuda.current_device() if index is None else index
         self.plan = plan(call, multiprocessors(self.device)) if forced is None else forced
-        units = call.segments.count * call.tokens.value_heads
-        self._scratch_bytes = scratch_bytes(units, self.plan.parts)
-        # After the start states.
-        self._transitions_at = STATE_BYTES * units
-        self._seams_at = self._scratch_bytes - 2 * self.plan.parts * SEAM_BYTES * units
+        self._scratch = scratch(call, self.plan)
+        self._scratch_bytes = self._scratch.bytes
         self._own_scratch = call.workspace is None or call.workspace.shape[0] < self._scratch_bytes
         self._dense_rows = not _strided_rows(call.out)
         self._present = [_has(call, name) for name in _ADDRESSED]
@@ -156,9 +152,8 @@ class Prepared:
         for place in self._pools_at:
             vectors = vectors and not addresses[place] % 8
         if self._scratch_bytes:
-            scratch = self._scratch(call)
-            starts = scratch.data_ptr()
-            addresses += (starts + self._transitions_at, starts, starts + self._seams_at)
+            start = self._workspace(call).data_ptr()
+            addresses += [start + at for at in self._scratch.places]
         variant = vectors, call.out is given.out
         launches = self._launches.get(variant)
         if launches is None:
@@ -187,7 +182,7 @@ class Prepared:
                 )
         return replace(call, out=out, segments=segments, checkpoints=checkpoints)
 
-    def _scratch(self, call: PrefillCall) -> Tensor:
+    def _workspace(self, call: PrefillCall) -> Tensor:
         if call.workspace is not None and not self._own_scratch:
             return call.workspace
         return torch.empty(self._scratch_bytes, dtype=torch.uint8, device=call.tokens.q.device)
@@ -237,17 +232,30 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
         loaded = compiler.load(source, device)
         return Shape(loaded.function, (x * loaded.cluster, y, z), loaded.threads, loaded.shared_bytes)
 
-    if chosen.parts == 1:  # CTAs, or clusters of two, that stay and take one head after another
+    if chosen.form != "parallel":  # CTAs, or clusters of two, that stay and take one head after another
         fused = (call.conv is not None, call.norm is not None)
         main = shape(kernel(chosen.form, bounded, gate_float, *fused), min(units, _workers(chosen, device)))
         if call.conv is None or (call.conv.pool is None and call.conv.checkpoint_pool is None):
             return [main]
         return [main, shape(HISTORY, -(-call.conv.x.shape[1] // _HISTORY_CHANNELS), segments.count)]
-    return [
-        shape(SEAMS, tokens.value_heads, 2 * chosen.parts, segments.count),
-        shape(kernel("transition", bounded, gate_float), units * chosen.parts),
-        shape(kernel("part", bounded, gate_float), units * chosen.parts),
-    ]
+    main = shape(kernel("parallel", bounded, gate_float), units * chosen.parts)
+    if chosen.parts == 1:
+        return [main]
+    # Last states, slices of the later parts' tokens, checkpoints: as many slices as there is room for at once.
+    checkpoints = _checkpoints(call) * tokens.value_heads
+    later = units * (chosen.parts - 1)
+    slices = max(1, (multiprocessors(device) - units) // later)
+    return [main, shape(CORRECT, units + later * slices + checkpoints)]
+
+
+def scratch(call: PrefillCall, chosen: Plan) -> Scratch:
+    """What a plan for a call needs."""
+    tokens = call.tokens
+    return Scratch(call.segments.count, tokens.count, tokens.value_heads, chosen.parts, _checkpoints(call))
+
+
+def _checkpoints(call: PrefillCall) -> int:
+    return 0 if call.checkpoints is None else call.checkpoints.slot.shape[0]
 
 
 def _constants(call: PrefillCall, parts: int, ordered: bool, scheduled: bool, vectors: bool) -> Constants:
@@ -296,7 +304,7 @@ def _constants(call: PrefillCall, parts: int, ordered: bool, scheduled: bool, ve
         scale=tokens.scale,
         beta_scale=tokens.beta_scale,
         lower_bound=gate.lower_bound or 0.0,
-        checkpoints=0 if call.checkpoints is None else call.checkpoints.slot.shape[0],
+        checkpoints=_checkpoints(call),
     )
 
 
