@@ -217,6 +217,18 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         load_matrix(intra, stage + Stage::intra + small_lane);
         query_scale = load_shared_quad(stage + lane_row + Stage::query_scale);
     };
+    // The next chunk's operands come beside the update where the pair's chain is what counts. The whole form gives its
+    // stage back first: with one in hand and one awaited, only three of four groups of producers could fill theirs.
+    constexpr bool kBeside = C::kForm != Form::kWhole || C::kParts;
+    auto next_operands = [&](int i) {
+        if (i >= n) return;
+        barrier_wait(full, parity);
+        load_operands(i);
+    };
+    auto scale_values = [&]() {
+#pragma unroll
+        for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
+    };
     auto exact_from = [&]() { return kChunk - static_cast<int>(marked & (Exact::kLowKeys - 1)); };  // first token
     auto front = [&](int i, bool writes, int rows) {  // writes: the output of the chunk before, `rows` of it
         const bool has_output = !C::kNorms && writes;
@@ -251,6 +263,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         marked = load_shared(stage + lane_row + Stage::exact);
         if (has_output) write_output(i - 1, rows);
         if constexpr (kRoomy) load_output_operands();
+        if constexpr (!kBeside) scale_values();
         wgmma_wait<0>();
         if constexpr (!kRoomy) load_output_operands();
         float r[8], x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -307,7 +320,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
         wgmma_commit();
-        // Beside the update: the output's last steps, and the next stage.
+        // Beside the update: the output's last steps, and in clusters the next stage.
         const u32 this_stage = stage;
         const u32 empty = full + C::empty - C::full;
         stage += C::kStageBytes;
@@ -318,10 +331,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             stage = shared + C::stages;
             full = shared + C::full;
         }
-        if (i < n) {
-            barrier_wait(full, parity);
-            load_operands(i);
-        }
+        if constexpr (kBeside) next_operands(i);
 #pragma unroll
         for (int t = 0; t < 4; t++) {
             const Pair y = t < 2 ? Pair{query_scale.x, query_scale.y} : Pair{query_scale.z, query_scale.w};
@@ -330,19 +340,16 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             output[t] = multiply_bf16(pack_bf16(first, second), range.out());
         }
         stage_output(this_stage);
-#pragma unroll
-        for (int t = 0; t < 4; t++) v[t] = multiply_bf16(v[t], range.in);
+        if constexpr (kBeside) scale_values();
         wgmma_wait<0>();
         if (arrives()) {
             barrier_arrive(empty);
             if constexpr (C::kCluster) barrier_arrive_remote(empty, rank ^ 1);
         }
+        if constexpr (!kBeside) next_operands(i);
     };
 
-    if (n > 0) {
-        barrier_wait(full, parity);
-        load_operands(0);
-    }
+    next_operands(0);
     int i = 0;
     // The warm-up, then runs of chunks between checkpoints: the inner loop knows nothing of them.
     while (i < n) {
