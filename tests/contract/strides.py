@@ -130,3 +130,46 @@ def beta_of_any_stride(target: Target) -> None:
     inputs = activated([target.tokens(40)], WEAK, dtype=target.dtype, device=target.device)
     inputs.beta = inputs.beta.t().contiguous().t()
     check_run(run_prefill(target, inputs), inputs, target.case_bar())
+
+
+@case("strides", op=("decode", "slots", "replay"), far=(True, False))
+def operands_that_start_anywhere(target: Target, op: str, far: bool) -> None:
+    """Rows of q, k, v, g, outputs, pools and records that start one element past an aligned address, and are an odd
+    number of elements apart, give the bits of dense ones."""
+    lens = [3, 1, 2] if op != "decode" else [1, 1, 1]
+    inputs = activated(lens, WEAK, dtype=target.dtype, device=target.device, seed=45)
+    slots, width = [4, 1, 5], 2 * inputs.q.shape[2] + inputs.v.shape[2]
+    results = []
+    for spare in (0, 1):
+        step = inputs.clone()
+        for name in ("q", "k", "v", "g"):
+            setattr(step, name, _moved(getattr(inputs, name), spare))
+        out = _moved(torch.zeros_like(inputs.v), spare)
+        pool = _moved(torch.zeros(7, *inputs.states.shape[1:], device=target.device), spare if far else 0)
+        pool[slots] = inputs.states
+        options = {"segments": inputs.segments, "state": pool, "out": out}
+        if op == "decode":
+            target.decode(step, slots=target.index(slots), **options)
+        elif op == "slots":
+            table = target.index([[4, 0, 2], [1, 1, 1], [5, 3, 3]])  # of which no row names a slot of another
+            target.verify(step, slots=table, accepted=target.index([1, 1, 1]), **options)
+        else:
+            records = _moved(torch.zeros(7, 3, inputs.v.shape[1], width, device=target.device), spare)
+            for accepted in ([0, 0, 0], [2, 1, 1]):
+                target.verify(
+                    step, slots=target.index(slots), accepted=target.index(accepted), records=records, **options
+                )
+            target.commit(state=pool, records=records, slots=target.index(slots), accepted=target.index([1, 0, 2]))
+            results.append(records.contiguous())
+        results += [out.contiguous(), pool.contiguous()]
+    half = len(results) // 2
+    for n, (dense, moved) in enumerate(zip(results[:half], results[half:], strict=True)):
+        same_bits(f"result {n}", moved, dense)
+
+
+def _moved(x: torch.Tensor, spare: int) -> torch.Tensor:
+    """A copy whose rows of the first dimension have `spare` elements before them."""
+    rows = torch.zeros(x.shape[0], x[0].numel() + spare, dtype=x.dtype, device=x.device)
+    view = rows[:, spare:].unflatten(1, tuple(x.shape[1:]))
+    view.copy_(x)
+    return view

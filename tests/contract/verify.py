@@ -313,3 +313,37 @@ def padding_rows_of_a_verification(target: Target, form: str) -> None:
     run.pool.unchanged(slot for n in (0, 2) for slot in run.table[n])
     if run.records is not None:
         run.records.unchanged([run.first[0], run.first[2]])
+
+
+@case("verify", form=FORMS, most=(4, 8), slow_when_interpreted=True)
+def more_requests_than_run_at_once(target: Target, form: str, most: int) -> None:
+    """Requests of every length, empty and padding ones among them, verified twice with any number accepted."""
+    count = 90
+    lens = [(5 * n) % (most + 1) for n in range(count)]
+    then = [(3 * n + 1) % (most + 1) for n in range(count)]
+    inputs = activated([a + b for a, b in zip(lens, then)], dtype=target.dtype, device=target.device, seed=63)
+    first = [f for f, _ in inputs.spans]
+    run = Speculation(target, inputs, form, most)
+    padding = [n for n in range(count) if n % 13 == 5]
+    run.slots[padding] = -1
+    run.step(inputs, Segments.from_lengths(lens, target.device, first), [0] * count)
+    least = 0 if form == "replay" else 1
+    accepted = [least + n % (length + 1 - least) if length else 0 for n, length in enumerate(lens)]
+    again = [f + n for f, n in zip(first, lens)]
+    out = run.step(inputs, Segments.from_lengths(then, target.device, again), accepted)
+    real = [n for n in range(count) if n not in padding and then[n]]
+    kept = prefix_of(inputs, [[(first[n], accepted[n]), (again[n], then[n])] for n in real])
+    kept.states = inputs.states[real]
+    want_out, want = kept.expected()
+    got = torch.zeros(kept.v.shape, dtype=out.dtype, device=target.device)
+    spans = []
+    for (start, _), n in zip(kept.spans, real, strict=True):
+        got[start + accepted[n] : start + accepted[n] + then[n]] = out[again[n] : again[n] + then[n]]
+        spans.append((start + accepted[n], then[n]))
+    limit = target.case_bar()
+    within("outputs of the second step", worst_output_error(got, want_out, spans), limit.out)
+    for n in padding:
+        all_zero("outputs of a padding row", out[again[n] : again[n] + then[n]])
+    slots = run.leave([length if n in set(real) else 0 for n, length in enumerate(then)])
+    within("states after it", worst_state_error(run.pool.states([slots[n] for n in real]), want), limit.state)
+    run.pool.unchanged(slot for n in range(count) if n not in padding for slot in run.table[n])

@@ -11,6 +11,7 @@ pytest.importorskip("cuda.core")
 
 from rapidkda.backends.cuda import compile_all, compiler
 from rapidkda.backends.cuda.compiler import KernelSource
+from rapidkda.backends.cuda.host import steps
 from rapidkda.backends.cuda.host.prefill import CORRECT, kernels
 from rapidkda.errors import CompilationError
 
@@ -78,15 +79,16 @@ def test_nothing_half_written_is_left_behind(sources: Path, tmp_path: Path, monk
 
 
 def test_kernels_use_no_header_of_torch_or_of_the_toolkit() -> None:
-    for kernel in kernels():
+    for kernel in (*kernels(), *steps.kernels()):
         for name, text in compiler.source_files(kernel.file).items():
             assert "#include <" not in text, name
 
 
 def test_every_kernel_compiles_ahead_of_time_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAPIDKDA_CACHE_DIR", str(tmp_path))
-    assert compile_all() == len(kernels()) == 28
+    everything = [*kernels(), *steps.kernels()]
+    assert compile_all() == len(everything) == 34
     assert compile_all() == 0
-    assert len(list((tmp_path / "cuda").glob("*.cubin"))) == len(kernels())
+    assert len(list((tmp_path / "cuda").glob("*.cubin"))) == len(everything)
     assert CORRECT in kernels()
     shutil.rmtree(tmp_path / "cuda")

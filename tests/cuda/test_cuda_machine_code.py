@@ -1,4 +1,4 @@
-"""What the assembler made of the kernels: the main loops of both roles spill nothing."""
+"""What the assembler made of the kernels: the main loops of all roles spill nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ pytest.importorskip("cuda.core")
 
 from rapidkda.backends.cuda import compiler
 from rapidkda.backends.cuda.compiler import KernelSource
+from rapidkda.backends.cuda.host import steps
 from rapidkda.backends.cuda.host.prefill import kernels
+
+SPILLS = re.compile(r"\b(LDL|STL)\b")
 
 
 def cuobjdump() -> str | None:
@@ -57,14 +60,13 @@ def innermost_loops(code: list[tuple[int, str]], holding: str) -> list[list[str]
 @pytest.mark.parametrize("kernel", [k for k in kernels() if k.entry == "prefill"], ids=str)
 def test_the_main_loops_spill_nothing(kernel: KernelSource, tmp_path: Path) -> None:
     code = disassemble(kernel, tmp_path)
-    spills = re.compile(r"\b(LDL|STL)\b")
     loops = innermost_loops(code, "HGMMA.64x128x16")
     # The device chooses: a share, a pair, B, M; and their producers and the walk.
     bodies = 4 if ("KDA_PARTS", "true") in kernel.macros else 1
     assert len(loops) == bodies
     for consumers in loops:
         assert len(consumers) < 330  # what chunks rarely need lies outside: a jump over it costs 20 cycles
-        assert [text for text in consumers if spills.search(text)] == []
+        assert [text for text in consumers if SPILLS.search(text)] == []
         # Two waits for W, one for the update; wgmma that are serialised have one each.
         assert len([text for text in consumers if "WARPGROUP.DEPBAR" in text]) <= 3
         # Addresses of tiles stay in uniform registers; moving them there for each chunk costs the pair a tenth.
@@ -72,4 +74,25 @@ def test_the_main_loops_spill_nothing(kernel: KernelSource, tmp_path: Path) -> N
     makers = innermost_loops(code, "MUFU.EX2")
     assert len(makers) == bodies
     for producers in makers:
-        assert [text for text in producers if spills.search(text)] == []
+        assert [text for text in producers if SPILLS.search(text)] == []
+
+
+@pytest.mark.parametrize("kernel", [k for k in steps.kernels() if k.entry == "slots"], ids=str)
+def test_a_slot_a_position_spills_nothing(kernel: KernelSource, tmp_path: Path) -> None:
+    code = [text for _, text in disassemble(kernel, tmp_path)]
+    assert len([text for text in code if "UBLKCP" in text]) >= 1
+    assert [text for text in code if SPILLS.search(text)] == []
+
+
+@pytest.mark.parametrize("kernel", [k for k in steps.kernels() if k.entry == "replay"], ids=str)
+def test_the_usual_turn_of_a_replay_is_straight(kernel: KernelSource, tmp_path: Path) -> None:
+    """All products of a turn in one run of instructions: no branch, fewer moves than products."""
+    code = [text for _, text in disassemble(kernel, tmp_path)]
+    at = [n for n, text in enumerate(code) if "HMMA" in text]
+    chunk = int(dict(kernel.macros)["KDA_TOKENS"])
+    products = 8 * 6 * (1 + chunk // 4)  # of 16 channels: 6 that fold, 6 for every 8 keys and queries
+    run = code[at[0] : at[products - 1] + 1]
+    assert len([text for text in run if "HMMA" in text]) == products
+    assert len(run) < (700 if chunk == 8 else 500)
+    assert [text for text in run if "BRA" in text] == []
+    assert len([text for text in run if text.startswith("MOV")]) < products // 2

@@ -6,10 +6,12 @@ import re
 import struct
 
 from rapidkda.backends.cuda import compiler
-from rapidkda.backends.cuda.host import neighbours, params, schedule
+from rapidkda.backends.cuda.host import neighbours, params, schedule, step_params
 from rapidkda.backends.cuda.host.params import ADDRESSES, Constants, Flags
 
 HEADER = (compiler.SOURCES / "params.cuh").read_text()
+STEP_HEADER = (compiler.SOURCES / "step_params.cuh").read_text()
+KINDS = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
 
 
 def test_flags_have_the_values_of_the_header() -> None:
@@ -26,14 +28,13 @@ def test_flags_have_the_values_of_the_header() -> None:
 def test_fields_have_the_order_and_types_of_the_header() -> None:
     body = re.search(r"struct Params \{(.*?)\n\};", HEADER, re.DOTALL)
     assert body is not None
-    kinds = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
     fields: list[tuple[str, str]] = []
     for declaration in re.sub(r"//[^\n]*", "", body[1]).split(";"):
         words = declaration.split()
         if not words or (words[0] in ("TensorMap", "u16", "Share") and "*" not in declaration):
             continue
         pointer = "*" in declaration
-        kind = "Q" if pointer else kinds[words[0]]
+        kind = "Q" if pointer else KINDS[words[0]]
         names = declaration.replace("const", "").replace("*", " ").split(maxsplit=1)[1]
         fields += [(name.strip().rstrip("_"), kind) for name in names.split(",")]
     assert [name for name, _ in fields] == [*ADDRESSES, *Constants._fields]
@@ -73,7 +74,6 @@ def test_the_second_struct_has_the_fields_that_the_host_packs() -> None:
     assert host == {name.lower(): value for name, value in flags.items()}
     body = re.search(r"struct Neighbours \{(.*?)\n\};", header, re.DOTALL)
     assert body is not None
-    kinds = {"i64": "q", "int": "i", "u32": "I", "float": "f"}
     constants = maps = addresses = ""
     for declaration in re.sub(r"//[^\n]*", "", body[1]).split(";"):
         words = declaration.split()
@@ -85,7 +85,7 @@ def test_the_second_struct_has_the_fields_that_the_host_packs() -> None:
         elif words[0] == "TensorMap":
             maps += "m" * count
         else:
-            constants += kinds[words[0]] * count
+            constants += KINDS[words[0]] * count
     assert neighbours._CONSTANTS.format == "<" + _packed(list(constants))
     assert neighbours._CONSTANTS.size <= neighbours.MAPS_AT
     assert neighbours.layout([True] * len(addresses)).startswith("512s" + addresses)
@@ -93,3 +93,29 @@ def test_the_second_struct_has_the_fields_that_the_host_packs() -> None:
     assert len(maps) == 4
     assert neighbours.SIZE - 64 < neighbours.MAPS_AT + 512 + 8 * len(addresses) <= neighbours.SIZE
     assert f"sizeof(Neighbours) == {neighbours.SIZE}" in header
+
+
+def test_the_flags_of_a_step_have_the_values_of_the_header() -> None:
+    device = {name.lower(): 1 << int(bit) for name, bit in re.findall(r"k(\w+) = 1u << (\d+)", STEP_HEADER)}
+    host = {name.replace("_", "").lower(): value for name, value in vars(step_params.Flags).items() if name.isupper()}
+    assert host == device
+    assert len(device) == 12
+
+
+def test_the_fields_of_a_step_have_the_order_and_types_of_the_header() -> None:
+    body = re.search(r"struct StepParams \{(.*?)\n\};", STEP_HEADER, re.DOTALL)
+    assert body is not None
+    fields: list[tuple[str, str]] = []
+    for declaration in re.sub(r"//[^\n]*", "", body[1]).split(";"):
+        words = declaration.split()
+        if words:
+            kind = "Q" if "*" in declaration else KINDS[words[0]]
+            names = declaration.replace("const", "").replace("*", " ").split(maxsplit=1)[1]
+            fields += [(name.strip(), kind) for name in names.split(",")]
+    count = len(step_params.ADDRESSES)
+    assert [name for name, _ in fields] == [*step_params.ADDRESSES, *step_params.Constants._fields]
+    assert "".join(kind for _, kind in fields[:count]) == "Q" * count
+    assert step_params.addresses([True] * count).format == "<" + "Q" * count
+    assert step_params._CONSTANTS.format == "<" + _packed([kind for _, kind in fields[count:]])
+    assert len(step_params.pack(step_params.Constants())) == step_params.SIZE
+    assert f"sizeof(StepParams) == {step_params.SIZE}" in STEP_HEADER

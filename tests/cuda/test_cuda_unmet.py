@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from rapidkda.backends.base import Request
-from rapidkda.backends.cuda import CudaBackend
+from rapidkda.backends.cuda import OPERATORS, CudaBackend
 from rapidkda.device import CPU, Device
-from rapidkda.problem import OPS, Sizes
+from rapidkda.problem import OPS, Op, Sizes
 
 HOPPER = Device("nvidia", "NVIDIA H200", (9, 0))
 GOOD = Request("prefill", HOPPER)
 
 
-def test_a_hopper_prefill_is_served_where_the_packages_are() -> None:
+@pytest.mark.parametrize("op", OPERATORS)
+def test_a_hopper_is_served_where_the_packages_are(op: Op) -> None:
     pytest.importorskip("cuda.core")
-    assert CudaBackend().unmet(GOOD) == []
+    assert CudaBackend().unmet(replace(GOOD, op=op)) == []
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,9 @@ def test_each_unmet_requirement_is_named(change: dict[str, object], word: str) -
     assert word in reason
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "prefill"])
-def test_other_operators_are_left_to_other_backends(op: str) -> None:
-    assert any(op in reason for reason in CudaBackend().unmet(replace(GOOD, op=op)))  # type: ignore[arg-type]
+@pytest.mark.parametrize("op", [op for op in OPS if op not in OPERATORS])
+def test_other_operators_are_left_to_other_backends(op: Op) -> None:
+    assert any(op in reason for reason in CudaBackend().unmet(replace(GOOD, op=op)))
 
 
 def test_workspace_covers_context_parallel_plans_only() -> None:

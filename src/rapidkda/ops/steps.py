@@ -402,9 +402,8 @@ def commit(
         pad_slot = bind.pad_marker(pad_slot)
         bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
         bind.accepted(accepted, slots.shape[0], records.shape[1], state.device)
-        request = Request(
-            "verify", Device.of(state.device), torch.float32, key_dim, value_dim, "log_decay", state.dtype
-        )
+        # The verifications that left the records are not known here: asked is the least that any of them may have.
+        request = Request("verify", Device.of(state.device), torch.bfloat16, key_dim, value_dim, "bounded", state.dtype)
         kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
     call = CommitCall(state, records, slots, accepted, state_v_first, pad_slot)
     call.memo = kind.memo

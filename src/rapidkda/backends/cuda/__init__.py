@@ -1,6 +1,6 @@
-"""CUDA C++ kernels for compute capability 9.0, compiled at run time. Only prefill: decode, verification, convolution
-and norm by themselves are bound by memory and launch, where the Triton kernels are already at the floor of their bytes.
-A prefill takes the convolution before it and the norm after it on where that is faster.
+"""CUDA C++ kernels for compute capability 9.0, compiled at run time: prefill, verification and commit.
+Decode, convolution and norm by themselves are bound by memory and launch, where the Triton kernels are as fast or
+faster; a prefill takes the convolution before it and the norm after it on where that is faster.
 
 Importing this folder needs none of the packages that the kernels are compiled and launched with.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
@@ -19,19 +20,20 @@ from ..base import Request
 
 # Scratch is sized for the largest part of this capability (132 multiprocessors on an H100 SXM and an H200).
 _MAX_MULTIPROCESSORS = 132
+OPERATORS: tuple[Op, ...] = ("prefill", "verify")
 _PACKAGES = {"cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core"}
 
 
 class CudaBackend:
-    """Prefill on Hopper."""
+    """Prefill and verification on Hopper."""
 
     name = "cuda"
 
     def unmet(self, request: Request) -> list[str]:
         """See `rapidkda.backends.base.Backend`."""
         unmet = []
-        if request.op != "prefill":
-            unmet.append(f"{request.op} has no kernel here, only prefill (the triton backend serves it)")
+        if request.op not in OPERATORS:
+            unmet.append(f"{request.op} has no kernel here, only {', '.join(OPERATORS)} (the triton backend serves it)")
         device = request.device
         if device.vendor != "nvidia" or device.capability != (9, 0):
             unmet.append(f"needs an NVIDIA GPU of compute capability 9.0, got {device}")
@@ -65,10 +67,12 @@ class CudaBackend:
         raise NotImplementedError("the cuda backend has no decode kernel; unmet() says so")
 
     def verify(self, call: VerifyCall) -> None:
-        raise NotImplementedError("the cuda backend has no verify kernel; unmet() says so")
+        """See `rapidkda.backends.base.Backend`."""
+        _steps().verify(call)
 
     def commit(self, call: CommitCall) -> None:
-        raise NotImplementedError("the cuda backend has no commit kernel; unmet() says so")
+        """See `rapidkda.backends.base.Backend`."""
+        _steps().commit(call)
 
     def conv(self, call: ConvCall) -> None:
         raise NotImplementedError("the cuda backend has no convolution kernel; unmet() says so")
@@ -83,6 +87,13 @@ def _run() -> Callable[[PrefillCall], None]:
     from .host.prefill import run
 
     return run
+
+
+@functools.cache
+def _steps() -> ModuleType:
+    from .host import steps
+
+    return steps
 
 
 @functools.cache
@@ -110,9 +121,9 @@ def _missing_packages() -> tuple[str, ...]:
 def compile_all(arch: str = "sm_90a") -> int:
     """Compile every kernel into the cache; needs no GPU. Returns how many had to be compiled."""
     from . import compiler
-    from .host.prefill import kernels
+    from .host import prefill, steps
 
     before = compiler.compile_count()
-    for kernel in kernels():
+    for kernel in (*prefill.kernels(), *steps.kernels()):
         compiler.compiled(kernel, arch)
     return compiler.compile_count() - before

@@ -55,3 +55,22 @@ DEVICE void copy_word(u32 destination, u64 source) {
     asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(destination), "l"(source) : "memory");
 }
 DEVICE void copy_words_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Plain bytes of global memory into this CTA's shared memory; addresses and count are multiples of 16. They are read
+// once: they leave the L2 cache first.
+DEVICE void copy_bytes(u32 destination, const void* from, int bytes, u32 bar) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
+            destination),
+        "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
+}
+// Global stores of what nobody reads soon.
+DEVICE void store_once(float* to, Quad x) {
+    asm volatile("st.global.cs.v4.f32 [%0],{%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+DEVICE void store_once(u16* to, Words2 x) {
+    asm volatile("st.global.cs.v2.b32 [%0],{%1,%2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
+}

@@ -71,3 +71,16 @@ DEVICE void wgmma_n32(float* d, const u32* a, u32 b, int accumulate) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
 DEVICE void wgmma_n128(float* d, const u32* a, u32 b) { WGMMA_N128("bf16.bf16"); }
 DEVICE void wgmma_f16_n128(float* d, const u32* a, u32 b) { WGMMA_N128("f16.f16"); }
+
+// d[16 x 8] += a[16 x 8] b[8 x 8] in TF32: of fp32 operands the low 13 bits are ignored.
+DEVICE void mma_tf32(float* d, const u32* a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// d[16 x 8] += a[16 x 4] b[4 x 8]
+DEVICE void mma_tf32_k4(float* d, const u32* a, u32 b) {
+    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}

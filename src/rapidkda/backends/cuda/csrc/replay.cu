@@ -1,0 +1,549 @@
+// Verification by replay, and commit: fold the accepted records into the state, store it, run the drafts, record them.
+// The tokens of a request are one small chunk; with D_i the decay from the state to token i, all of them read the state
+// at once, and what a token sees of those before it follows from sums over channels that need no state:
+//
+//     u_i = b_i (v_i - S (D_i k_i) - sum_j<i a_ij u_j)      o_i = S (D_i q_i) + sum_j<=i c_ij u_j
+//     a_ij, c_ij: the sums over channels of k_i k_j and q_i k_j times the decay from j to i
+//
+// so u = M r and o = S (D q) + W r with r = v - S (D k), M = (1 + b a)^-1 b, W = c M. Every decay is a product of decays
+// of single tokens: nothing overflows, and no difference of sums loses digits.
+//
+// A CTA takes one head of one request after another. Maker warps turn keys, queries and gates of later heads into
+// tables in shared memory; consumer warps own 16 rows of the state each, which the copy engine brings ahead, multiply
+// them in TF32 (three products for nearly fp32), and write them from registers. Records of keys and decays are the
+// maker's, corrections those of the warp that owns their rows, so nobody overwrites what another has yet to read.
+// Requests of more tokens or records than a chunk holds take several turns, see Turn.
+//
+// Compiled with KDA_STATE_FLOAT and KDA_TOKENS, the size of a chunk (4 or 8), defined.
+#include "mma.cuh"
+#include "steps.cuh"
+
+constexpr int kTokens = KDA_TOKENS;
+constexpr int kTiles = kTokens / 4;  // of 8 columns: the keys' products, then the queries', of a chunk
+constexpr int kConsumers = 8, kRows = 16;
+using Rows = States<KDA_STATE_FLOAT>;
+constexpr int kStages = KDA_STATE_FLOAT ? 2 : 4;  // heads whose states are on their way or at work
+constexpr int kMakers = 4;                        // warps; each makes the tables of every fourth head
+constexpr int kSets = kTokens == 8 ? 2 : 4;       // of the larger ones; each maker has one of the others
+constexpr int kThreads = (kConsumers + kMakers) * 32;
+
+// Rows in shared memory are this far apart so that no two of a warp's lanes meet in a bank.
+constexpr int kStatePitch = Rows::kRowBytes + Rows::kRowBytes / 8;
+constexpr int kStageBytes = kRows * kStatePitch;
+constexpr int kOperandPitch = 128 * 4 + 64;  // bytes: lanes read four channels of eight rows
+constexpr int kPair = kTokens / 4;            // keys of records that lie side by side: c and c + 4
+constexpr int kFoldPitch = 128 * 4 * kPair + 32;
+
+// Tables, in bytes. Operands are TF32 numbers and what is left of fp32 (`rest`).
+// Of folding:
+constexpr int kFold = 0;  // [4][128][kPair]: keys of records, decayed to the last
+constexpr int kFoldRest = kFold + 4 * kFoldPitch;
+constexpr int kDecay = kFoldRest + 4 * kFoldPitch;  // [128]: of the state under the records
+constexpr int kFoldBytes = kDecay + 128 * 4;
+// Of the chunk:
+constexpr int kOperands = 0;  // [2 kTokens][128]: keys, queries, decayed from the state to their token
+constexpr int kOperandsRest = kOperands + 2 * kTokens * kOperandPitch;
+constexpr int kMix = kOperandsRest + 2 * kTokens * kOperandPitch;  // [2 kTokens][8]: M, W
+constexpr int kMixRest = kMix + 2 * kTokens * 8 * 4;
+constexpr int kSetBytes = kMixRest + 2 * kTokens * 8 * 4;
+
+// Shared memory.
+constexpr int kFolds = 0, kChunks = kFolds + kMakers * kFoldBytes, kRing = kChunks + kSets * kSetBytes;
+constexpr int kBarriers = kRing + kConsumers * kStages * kStageBytes;
+constexpr int kMade = kBarriers + kConsumers * kStages * 8;  // after the barriers of the stages
+constexpr int kUsed = kMade + kSets * 8;
+constexpr int kBytes = kUsed + kSets * 8;
+static_assert(kBytes + 128 <= 227 * 1024);
+
+struct LaunchInfo {
+    int threads, shared_bytes, cluster;
+};
+extern "C" __constant__ const LaunchInfo launch_info = {kThreads, kBytes + 128, 1};
+
+struct Request {
+    int n = -1;
+    Tokens tokens;
+    int slot;      // row of the pool, -1: padding
+    int accepted;  // records to fold
+    int turns;     // 0: nothing to do but zeros for padding
+};
+
+DEVICE int chunks(int count) { return (count + kTokens - 1) / kTokens; }
+
+DEVICE Request find_request(const StepParams& p, int n) {
+    Request r;
+    r.n = n;
+    const i64 slot = load_index(p.slots, n * p.slot_stride, p.flags & kSlots64);
+    r.accepted = accepted_count(p, n, 0);
+    r.tokens = p.q ? segment_tokens(p, n) : Tokens{0, 0};
+    r.slot = pool_row(p, slot);
+    const bool idle = r.slot < 0 || (p.q ? r.tokens.count : r.accepted) == 0;
+    if (idle) r.accepted = 0;
+    r.turns = idle ? 0 : max(chunks(r.accepted), 1) + max(chunks(r.tokens.count), 1) - 1;
+    return r;
+}
+
+// A turn folds records and then runs tokens. The last turn that folds what was accepted runs the first chunk; each one
+// after that folds the chunk before, from its new records, and runs the next.
+struct Turn {
+    int record, folds;  // first record, how many
+    int token, tokens;  // first token of the segment, how many
+    bool stores;        // the state is the one to keep
+};
+
+DEVICE Turn find_turn(const Request& r, int index) {
+    const int before = max(chunks(r.accepted), 1) - 1;  // turns that only fold
+    const int chunk = index - before;
+    Turn t;
+    t.record = (chunk <= 0 ? index : chunk - 1) * kTokens;
+    t.folds = chunk <= 0 ? min(r.accepted - t.record, kTokens) : kTokens;
+    t.token = max(chunk, 0) * kTokens;
+    t.tokens = chunk < 0 ? 0 : min(r.tokens.count - t.token, kTokens);
+    t.stores = chunk == 0 && r.accepted > 0;
+    return t;
+}
+
+// x as a TF32 number and the rest of it.
+DEVICE u32 tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
+DEVICE u32 tf32_rest(float x, u32 head) { return __float_as_uint(x - __uint_as_float(head)); }
+
+DEVICE void store_split(u32 head, u32 rest, Quad x) {
+    const Words4 h = {tf32(x.x), tf32(x.y), tf32(x.z), tf32(x.w)};
+    store_shared_words4(head, h);
+    store_shared_words4(rest, Words4{tf32_rest(x.x, h.x), tf32_rest(x.y, h.y), tf32_rest(x.z, h.z),
+                                     tf32_rest(x.w, h.w)});
+}
+
+// ---- makers
+
+// Sums of the chunk's keys and queries, and the matrices that follow from them. x: raw keys, then queries, normalised;
+// they leave decayed from the state to their token. decay: of each token; strength: of token lane % 8. Lane l receives
+// column l % 8 of M and W.
+DEVICE void mix_tokens(Quad* x, const Quad* decay, float strength, float* m, float* w, int lane) {
+    float column[kTokens];  // lane l: of row l / 2, keys from 0 and queries from 8 on, the sums with every key
+#pragma unroll
+    for (int i = kTokens - 1; i >= 0; i--) {
+        float sums[16];
+#pragma unroll
+        for (int at = 0; at < 8; at++) {
+            sums[at] = at > i && at < kTokens ? dot(x[at], x[i]) : 0.f;
+            sums[8 + at] = at >= i && at < kTokens ? dot(x[kTokens + at], x[i]) : 0.f;
+        }
+        column[i] = sixteen_sums(sums, lane);
+#pragma unroll
+        for (int at = i; at < kTokens; at++) {
+            x[at] = x[at] * decay[i];
+            x[kTokens + at] = x[kTokens + at] * decay[i];
+        }
+    }
+    const int mine = lane & 7;
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) {
+        float sum = mine == i ? 1.f : 0.f;
+#pragma unroll
+        for (int j = 0; j < i; j++) sum = fmaf(-__shfl_sync(kAllLanes, column[j], 2 * i), m[j], sum);
+        m[i] = sum * __shfl_sync(kAllLanes, strength, i);
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) {
+        w[i] = 0.f;
+#pragma unroll
+        for (int j = 0; j <= i; j++) w[i] = fmaf(__shfl_sync(kAllLanes, column[j], 16 + 2 * i), m[j], w[i]);
+    }
+}
+
+// Uses of a set of tables: how many there were so far, and how many of them consumers are known to be done with.
+struct Uses {
+    int begun = 0, done = 0;
+};
+// Waits until consumers are done with the first `count`. One after another, because a wait by parity tells neighbours
+// apart only, and other makers use the same set.
+DEVICE void wait_for_uses(Uses& uses, int count, u32 used) {
+    for (; uses.done < count; uses.done++) barrier_wait(used, uses.done & 1);
+}
+
+// Four channels of a row of q or k as they lie there.
+template <bool kVectors>
+DEVICE Words2 load_words(const u16* from) {
+    if (kVectors) return *reinterpret_cast<const Words2*>(from);
+    return Words2{from[0] | static_cast<u32>(from[1]) << 16, from[2] | static_cast<u32>(from[3]) << 16};
+}
+DEVICE Quad widen(Words2 x) { return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)}; }
+
+// What a lane reads of a turn's tokens. Past their end it holds the last one.
+struct Raw {
+    Words2 k[kTokens], q[kTokens];
+    Quad g[kTokens];
+    float strength;  // of token lane % 8
+};
+
+template <bool kVectors>
+DEVICE void load_rows(const StepParams& p, Raw& raw, i64 first, int tokens, int head, int lane) {
+    const int key_head = head / p.group;
+    const u16* k = p.k + first * p.k_token_stride + key_head * p.k_head_stride + 4 * lane;
+    const u16* q = p.q + first * p.q_token_stride + key_head * p.q_head_stride + 4 * lane;
+    const i64 g = first * p.g_token_stride + head * p.g_head_stride + 4 * lane;
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) {
+        const int at = min(i, tokens - 1);
+        raw.k[i] = load_words<kVectors>(k + at * p.k_token_stride);
+        raw.q[i] = load_words<kVectors>(q + at * p.q_token_stride);
+        raw.g[i] = load_four(p.g, g + at * p.g_token_stride, p.flags & kGateFloat, kVectors);
+    }
+}
+
+DEVICE void load_tokens(const StepParams& p, Raw& raw, i64 first, int tokens, int head, int lane) {
+    if (p.flags & kVectorInputs)
+        load_rows<true>(p, raw, first, tokens, head, lane);
+    else
+        load_rows<false>(p, raw, first, tokens, head, lane);
+    raw.strength = write_strength(p, first + min(lane & 7, tokens - 1), head);
+}
+
+// The table of the records that a turn folds, by one warp; `from`: of this lane, in the first of them.
+template <bool kVectors>
+DEVICE void make_fold(const float* from, i64 stride, int count, u32 folds, int lane) {
+    Quad k[kTokens], g[kTokens], total = {1, 1, 1, 1};
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) {
+        const i64 at = min(i, count - 1) * stride;
+        k[i] = load_four(from, at, true, kVectors);
+        g[i] = load_four(from, at + 128, true, kVectors);
+    }
+#pragma unroll
+    for (int i = kTokens - 1; i >= 0; i--) {
+        const bool here = i < count;
+        k[i] = here ? k[i] * total : Quad{0, 0, 0, 0};
+        total = here ? total * natural_exp(g[i]) : total;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 to = folds + kFold + i * kFoldPitch + 16 * kPair * lane, rest = to + kFoldRest - kFold;
+        const Quad one = k[i], other = k[i + kTokens - 4];
+        if (kPair == 2) {
+            store_split(to, rest, Quad{one.x, other.x, one.y, other.y});
+            store_split(to + 16, rest + 16, Quad{one.z, other.z, one.w, other.w});
+        } else {
+            store_split(to, rest, one);
+        }
+    }
+    store_shared_quad(folds + kDecay + 16 * lane, total);
+}
+
+// The tables of the tokens that a turn runs, by one warp, and their records; `to`: of this lane, in the first of them.
+// `uses` of the set must end before the tables are overwritten.
+DEVICE void make_chunk(const StepParams& p, const Raw& raw, float* to, int tokens, HeadGate gate, u32 tables, u32 used,
+                       Uses& uses, int lane) {
+    Quad x[2 * kTokens], decay[kTokens];
+    float m[kTokens], w[kTokens], squares[16];
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) {
+        x[i] = i < tokens ? widen(raw.k[i]) : Quad{0, 0, 0, 0};
+        x[kTokens + i] = i < tokens ? widen(raw.q[i]) : Quad{0, 0, 0, 0};
+        decay[i] = raw.g[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) squares[i] = i < 2 * kTokens ? dot(x[i], x[i]) : 0.f;
+    log_decays<kTokens>(p, decay, gate);
+    const float square = sixteen_sums(squares, lane);
+    const float own_scale = p.flags & kL2Norm ? inverse_sqrt(square + kNormEpsilon) : 1.f;
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) {
+        x[i] = x[i] * __shfl_sync(kAllLanes, own_scale, 2 * i);
+        x[kTokens + i] = x[kTokens + i] * (__shfl_sync(kAllLanes, own_scale, 2 * (kTokens + i)) * p.scale);
+        if (i < tokens) {  // no other warp reads the records that these overwrite, and this lane has read them
+            store_four(to, i * p.record_position_stride, x[i], p.flags & kVectorRecords);
+            store_four(to, i * p.record_position_stride + 128, decay[i], p.flags & kVectorRecords);
+        }
+        decay[i] = natural_exp(decay[i]);
+    }
+    mix_tokens(x, decay, (lane & 7) < tokens ? raw.strength : 0.f, m, w, lane);
+
+    wait_for_uses(uses, uses.begun, used);
+#pragma unroll
+    for (int i = 0; i < 2 * kTokens; i++)
+        store_split(tables + kOperands + i * kOperandPitch + 16 * lane,
+                    tables + kOperandsRest + i * kOperandPitch + 16 * lane, x[i]);
+    if (lane < 8) {
+#pragma unroll
+        for (int i = 0; i < 2 * kTokens; i++) {
+            const float entry = lane >= kTokens ? 0.f : i < kTokens ? m[i] : w[i - kTokens];
+            const u32 head_part = tf32(entry);
+            store_shared(tables + kMix + (i * 8 + lane) * 4, head_part);
+            store_shared(tables + kMixRest + (i * 8 + lane) * 4, tf32_rest(entry, head_part));
+        }
+    }
+}
+
+// ---- consumers
+
+// d += a b to nearly fp32; the operands in two parts each.
+DEVICE void multiply(float* d, const u32* a, const u32* a_rest, u32 b0, u32 b1, u32 b0_rest, u32 b1_rest) {
+    mma_tf32(d, a_rest, b0, b1);
+    mma_tf32(d, a, b0_rest, b1_rest);
+    mma_tf32(d, a, b0, b1);
+}
+
+// Corrections of folded records: rows g, g + 8 of the warp's and record c, then c + 4.
+struct Folded {
+    u32 head[4], rest[4];
+};
+
+// Rows g and g + 8 of a state, channels 16 n + 4 c to 16 n + 4 c + 3, under the records. Columns of the two products
+// are channels 16 n + 2 g and 16 n + 2 g + 1, so that a lane's results are its channels.
+DEVICE void fold_records(Quad& low, Quad& high, const Folded& u, u32 folds, int n, int g, int c) {
+    const Quad decay = load_shared_quad(folds + kDecay + 64 * n + 16 * c);
+    const u32 at = folds + kFold + c * kFoldPitch + (64 * n + 8 * g) * kPair, rest = at + kFoldRest - kFold;
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};  // channels 0 and 2, 1 and 3 of the lane's
+    if (kPair == 2) {
+        const Words4 k = load_shared_words4(at), k_rest = load_shared_words4(rest);
+        multiply(even, u.head, u.rest, k.x, k.y, k_rest.x, k_rest.y);
+        multiply(odd, u.head, u.rest, k.z, k.w, k_rest.z, k_rest.w);
+    } else {
+        const Words2 k = load_shared_words2(at), k_rest = load_shared_words2(rest);
+        mma_tf32_k4(even, u.rest, k.x), mma_tf32_k4(even, u.head, k_rest.x), mma_tf32_k4(even, u.head, k.x);
+        mma_tf32_k4(odd, u.rest, k.y), mma_tf32_k4(odd, u.head, k_rest.y), mma_tf32_k4(odd, u.head, k.y);
+    }
+    low = Quad{fmaf(low.x, decay.x, even[0]), fmaf(low.y, decay.y, odd[0]), fmaf(low.z, decay.z, even[1]),
+               fmaf(low.w, decay.w, odd[1])};
+    high = Quad{fmaf(high.x, decay.x, even[2]), fmaf(high.y, decay.y, odd[2]), fmaf(high.z, decay.z, even[3]),
+                fmaf(high.w, decay.w, odd[3])};
+}
+
+// A state's 16 channels times every key and query. sums[tile]: three parts, which do not wait for each other.
+DEVICE void multiply_operands(float (*sums)[3][4], Quad low, Quad high, u32 tables, int n, int g, int c) {
+    const u32 a[8] = {tf32(low.x), tf32(high.x), tf32(low.y), tf32(high.y),
+                      tf32(low.z), tf32(high.z), tf32(low.w), tf32(high.w)};
+    const u32 a_rest[8] = {tf32_rest(low.x, a[0]), tf32_rest(high.x, a[1]), tf32_rest(low.y, a[2]),
+                           tf32_rest(high.y, a[3]), tf32_rest(low.z, a[4]), tf32_rest(high.z, a[5]),
+                           tf32_rest(low.w, a[6]), tf32_rest(high.w, a[7])};
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++) {
+        const u32 at = tables + (8 * tile + g) * kOperandPitch + 64 * n + 16 * c;
+        const Words4 b = load_shared_words4(at + kOperands), b_rest = load_shared_words4(at + kOperandsRest);
+        mma_tf32(sums[tile][0], a, b.x, b.y);
+        mma_tf32(sums[tile][1], a, b_rest.x, b_rest.y);
+        mma_tf32(sums[tile][2], a_rest, b.x, b.y);
+        mma_tf32(sums[tile][0], a + 4, b.z, b.w);
+        mma_tf32(sums[tile][1], a + 4, b_rest.z, b_rest.w);
+        mma_tf32(sums[tile][2], a_rest + 4, b.z, b.w);
+    }
+}
+
+// Of a turn: what a consumer's lane reads from global memory.
+struct Inputs {
+    float u[4];       // corrections: rows g, g + 8 of record c, then of record c + 4
+    float values[4];  // v: rows g and g + 8, of tokens 2 c and 2 c + 1 each
+};
+
+DEVICE Inputs load_inputs(const StepParams& p, const Request& r, const Turn& t, int head, int row, int c) {
+    Inputs x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int record = c + (i >> 1) * 4;
+        const i64 at = r.slot * p.record_stride + (t.record + record) * p.record_position_stride + head * kRecord + 256;
+        x.u[i] = record < t.folds ? p.records[at + row + (i & 1) * 8] : 0.f;
+        const int token = 2 * c + (i & 1);
+        x.values[i] =
+            token < t.tokens ? load_value(p, r.tokens.first + t.token + token, head, row + (i >> 1) * 8) : 0.f;
+    }
+    return x;
+}
+
+// Corrections and outputs of the chunk's tokens: `sums` are the state's products with keys and queries.
+DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, int head, int row, u32 tables,
+                          float (*sums)[3][4], const float* values, int g, int c) {
+    float left[4], result[kTiles][4];  // left: of the values
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float seen = sums[0][0][i] + (sums[0][1][i] + sums[0][2][i]);
+        const bool key = kTokens == 8 || c < 2;  // with four tokens, the upper columns are the queries'
+        left[i] = key ? values[i] - seen : 0.f;
+        result[0][i] = key ? 0.f : seen;
+        if (kTiles == 2) result[kTiles - 1][i] = sums[kTiles - 1][0][i] + (sums[kTiles - 1][1][i] + sums[kTiles - 1][2][i]);
+    }
+    // Columns 2 c and 2 c + 1 of a result are columns c and c + 4 of the operand.
+    const u32 a[4] = {tf32(left[0]), tf32(left[2]), tf32(left[1]), tf32(left[3])};
+    const u32 a_rest[4] = {tf32_rest(left[0], a[0]), tf32_rest(left[2], a[1]), tf32_rest(left[1], a[2]),
+                           tf32_rest(left[3], a[3])};
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++) {
+        const u32 at = tables + ((8 * tile + g) * 8 + 2 * c) * 4;
+        const Words2 b = load_shared_words2(at + kMix), b_rest = load_shared_words2(at + kMixRest);
+        multiply(result[tile], a, a_rest, b.x, b.y, b_rest.x, b_rest.y);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int here = row + (i >> 1) * 8, column = 2 * c + (i & 1);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; tile++) {
+            const int token = (8 * tile + column) % kTokens;
+            if (token >= t.tokens) continue;
+            if (8 * tile + column < kTokens)
+                p.records[r.slot * p.record_stride + (t.token + token) * p.record_position_stride + head * kRecord +
+                          256 + here] = result[tile][i];
+            else
+                store_output(p, r.tokens.first + t.token + token, head, here, result[tile][i]);
+        }
+    }
+}
+
+DEVICE void write_zeros(const StepParams& p, const Request& r, int head, int row, int lane) {
+    for (int j = 0; j < r.tokens.count; j++)
+        if (lane < kRows) store_output(p, r.tokens.first + j, head, row + lane, 0.f);
+}
+
+// The reader of a consumer warp: its next head, and the stage that this goes to.
+struct Reader {
+    Request request;
+    int next, end, stage = 0;
+    u32 ring, full;
+};
+
+// Asks for the next head that has a state to read.
+DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
+    for (; r.next < r.end; r.next++) {
+        const int n = r.next / p.value_heads, head = r.next - n * p.value_heads;
+        if (n != r.request.n) r.request = find_request(p, n);
+        if (r.request.turns == 0) continue;
+        Rows::fetch(p, r.ring + r.stage * kStageBytes, kStatePitch, r.request.slot * p.pool_stride + head * kMatrix,
+                    first_row, kRows, r.full + 8 * r.stage, lane);
+        r.stage = r.stage + 1 == kStages ? 0 : r.stage + 1;
+        r.next++;
+        return;
+    }
+}
+
+DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int begin, int end) {
+    const int g = lane >> 2, c = lane & 3, first_row = warp * kRows, row = first_row + g;
+    const u32 ring = shared + kRing + warp * kStages * kStageBytes, full = shared + kBarriers + warp * kStages * 8;
+    Reader reader;
+    reader.next = begin, reader.end = end, reader.ring = ring, reader.full = full;
+#pragma unroll 1
+    for (int i = 0; i < kStages; i++) fetch(p, reader, first_row, lane);
+
+    Request request;
+    int stage = 0, parity = 0, maker = 0, set = 0;
+    u32 made_parities = 0;  // a bit for each set of tables
+    for (int unit = begin; unit < end; unit++) {
+        const int n = unit / p.value_heads, head = unit - n * p.value_heads;
+        if (n != request.n) request = find_request(p, n);
+        if (request.slot < 0) write_zeros(p, request, head, first_row, lane);
+        if (request.turns == 0) continue;
+        const i64 offset = request.slot * p.pool_stride + head * kMatrix;
+        const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
+        Quad low[8], high[8];  // the state, once more than one turn needs it
+        for (int index = 0; index < request.turns; index++) {
+            const Turn turn = find_turn(request, index);
+            const Inputs inputs = load_inputs(p, request, turn, head, row, c);
+            Folded u;
+#pragma unroll
+            for (int i = 0; i < 4; i++) u.head[i] = tf32(inputs.u[i]), u.rest[i] = tf32_rest(inputs.u[i], u.head[i]);
+            if (index == 0) {
+                barrier_wait(full + 8 * stage, parity);
+                const u32 from = ring + stage * kStageBytes + g * kStatePitch;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    low[i] = Rows::load(from, 4 * i + c);
+                    high[i] = Rows::load(from + 8 * kStatePitch, 4 * i + c);
+                }
+                __syncwarp();  // all of the stage is read
+                stage = stage + 1 == kStages ? 0 : stage + 1;
+                parity ^= stage == 0;
+                fetch(p, reader, first_row, lane);
+            }
+            barrier_wait(shared + kMade + 8 * set, made_parities >> set & 1);
+            made_parities ^= 1u << set;
+            float sums[kTiles][3][4];
+#pragma unroll
+            for (int i = 0; i < kTiles * 12; i++) sums[i / 12][i / 4 % 3][i % 4] = 0.f;
+            if (turn.stores && turn.tokens > 0 && p.flags & kVectorStates) {  // the usual turn, without branches
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    fold_records(low[i], high[i], u, folds, i, g, c);
+                    Rows::store_vector(p, offset, row, 4 * i + c, low[i]);
+                    Rows::store_vector(p, offset, row + 8, 4 * i + c, high[i]);
+                    multiply_operands(sums, low[i], high[i], tables, i, g, c);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    if (turn.folds > 0) fold_records(low[i], high[i], u, folds, i, g, c);
+                    if (turn.stores) {
+                        Rows::store(p, offset, row, 4 * i + c, low[i]);
+                        Rows::store(p, offset, row + 8, 4 * i + c, high[i]);
+                    }
+                    if (turn.tokens > 0) multiply_operands(sums, low[i], high[i], tables, i, g, c);
+                }
+            }
+            if (turn.tokens > 0)
+                finish_tokens(p, request, turn, head, row, tables, sums, inputs.values, g, c);
+            __syncwarp();  // all of the tables is read, and new corrections are there for the next turn
+            if (lane == 0) barrier_arrive(shared + kUsed + 8 * set);
+        }
+        maker = maker + 1 == kMakers ? 0 : maker + 1;
+        set = maker % kSets;
+    }
+}
+
+DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin, int end) {
+    const int set = maker % kSets;
+    const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
+    const u32 used = shared + kUsed + 8 * set;
+    Request request;
+    Uses uses;
+    int live = 0, last = 0;  // heads with something to do; uses of the set up to this maker's last one
+    for (int unit = begin; unit < end; unit++) {
+        const int n = unit / p.value_heads, head = unit - n * p.value_heads;
+        if (n != request.n) request = find_request(p, n);
+        if (request.turns == 0) continue;
+        const int here = live++;
+        if (here % kMakers != maker) {
+            if (here % kSets == set) uses.begun += request.turns;
+            continue;
+        }
+        const HeadGate gate = head_gate(p, head, lane);
+        float* records = p.records + request.slot * p.record_stride + head * kRecord + 4 * lane;
+        for (int index = 0; index < request.turns; index++) {
+            const Turn turn = find_turn(request, index);
+            Raw raw;
+            if (turn.tokens > 0) load_tokens(p, raw, request.tokens.first + turn.token, turn.tokens, head, lane);
+            wait_for_uses(uses, last, used);
+            const float* old = records + turn.record * p.record_position_stride;
+            if (turn.folds > 0 && p.flags & kVectorRecords)
+                make_fold<true>(old, p.record_position_stride, turn.folds, folds, lane);
+            else if (turn.folds > 0)
+                make_fold<false>(old, p.record_position_stride, turn.folds, folds, lane);
+            if (turn.tokens > 0)
+                make_chunk(p, raw, records + turn.token * p.record_position_stride, turn.tokens, gate, tables, used,
+                           uses, lane);
+            // A turn that only folds must not be announced before the others' uses of the set either.
+            wait_for_uses(uses, uses.begun, used);
+            last = ++uses.begun;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared + kMade + 8 * set);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_constant__ StepParams p) {
+    extern __shared__ u8 dynamic_shared[];
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(kAllLanes, threadIdx.x >> 5, 0);
+    const u32 shared = (shared_address(dynamic_shared) + 127) & ~127u;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kConsumers * kStages; i++) barrier_init(shared + kBarriers + 8 * i, 1);
+        for (int i = 0; i < kSets; i++) {
+            barrier_init(shared + kMade + 8 * i, 1);
+            barrier_init(shared + kUsed + 8 * i, kConsumers);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const i64 heads = static_cast<i64>(p.segments) * p.value_heads;
+    const int begin = static_cast<int>(heads * blockIdx.x / gridDim.x);
+    const int end = static_cast<int>(heads * (blockIdx.x + 1) / gridDim.x);
+    if (warp < kConsumers)
+        consume(p, shared, warp, lane, begin, end);
+    else
+        make(p, shared, warp - kConsumers, lane, begin, end);
+}

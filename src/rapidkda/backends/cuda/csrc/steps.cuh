@@ -1,0 +1,195 @@
+// What the kernels of a step share: tables, rows of inputs, states between pool, ring and registers, sums over lanes.
+//
+// A row of 128 channels lies across a warp: lane l has channels 4 l to 4 l + 3.
+#pragma once
+#include "copy.cuh"
+#include "log_decay.cuh"
+#include "shared.cuh"
+
+constexpr int kMatrix = 128 * 128;      // elements of a head's state
+constexpr int kRecord = 3 * 128;        // floats of a record: k | log decay | correction
+constexpr float kNormEpsilon = 1e-6f;
+
+DEVICE i64 load_index(const void* table, i64 at, bool is_64) {
+    return is_64 ? static_cast<const i64*>(table)[at] : static_cast<const int*>(table)[at];
+}
+
+// A row of the pool, or -1 where the slot is the padding marker or outside the pool.
+DEVICE int pool_row(const StepParams& p, i64 slot) {
+    return slot == p.pad_slot || slot < 0 || slot >= p.pool_rows ? -1 : static_cast<int>(slot);
+}
+
+// A segment's tokens. Values that the host could not check are brought into range.
+struct Tokens {
+    int first, count;
+};
+DEVICE Tokens segment_tokens(const StepParams& p, int n) {
+    const int first = min(max(p.first_token[n * p.first_stride], 0), p.tokens);
+    return Tokens{first, min(min(max(p.length[n * p.length_stride], 0), p.positions), p.tokens - first)};
+}
+
+// How many records or positions of a segment's last verification count.
+DEVICE int accepted_count(const StepParams& p, int n, int least) {
+    const i64 count = load_index(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
+    return static_cast<int>(count < least ? least : count > p.positions ? p.positions : count);
+}
+
+// Four neighbouring elements.
+DEVICE Quad load_four(const void* base, i64 at, bool is_float, bool vectors) {
+    if (!vectors)
+        return Quad{load_element(base, at, is_float), load_element(base, at + 1, is_float),
+                    load_element(base, at + 2, is_float), load_element(base, at + 3, is_float)};
+    if (is_float) return *reinterpret_cast<const Quad*>(static_cast<const float*>(base) + at);
+    const Words2 x = *reinterpret_cast<const Words2*>(static_cast<const u16*>(base) + at);
+    return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)};
+}
+DEVICE void store_four(float* base, i64 at, Quad x, bool vectors) {
+    if (vectors) {
+        *reinterpret_cast<Quad*>(base + at) = x;
+    } else {
+        base[at] = x.x, base[at + 1] = x.y, base[at + 2] = x.z, base[at + 3] = x.w;
+    }
+}
+
+DEVICE Quad operator*(Quad x, Quad y) { return Quad{x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w}; }
+DEVICE Quad operator*(Quad x, float y) { return Quad{x.x * y, x.y * y, x.z * y, x.w * y}; }
+DEVICE Quad fma(Quad x, float y, Quad z) {
+    return Quad{fmaf(x.x, y, z.x), fmaf(x.y, y, z.y), fmaf(x.z, y, z.z), fmaf(x.w, y, z.w)};
+}
+DEVICE float dot(Quad x, Quad y) { return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, x.w * y.w))); }
+DEVICE Quad natural_exp(Quad x) {
+    return Quad{natural_exp(x.x), natural_exp(x.y), natural_exp(x.z), natural_exp(x.w)};
+}
+
+// Sums over the warp: the same in every lane.
+DEVICE float warp_sum(float x) {
+#pragma unroll
+    for (int bit = 0; bit < 5; bit++) x += __shfl_xor_sync(kAllLanes, x, 1 << bit);
+    return x;
+}
+// Half of the sums that a lane has in part go to the lane 2 kHalf away, which sends it its share of the others.
+template <int kHalf>
+DEVICE void share_sums(float* x, int lane) {
+    const bool high = lane & (2 * kHalf);
+#pragma unroll
+    for (int i = 0; i < kHalf; i++) {
+        const float sent = high ? x[i] : x[i + kHalf], kept = high ? x[i + kHalf] : x[i];
+        x[i] = kept + __shfl_xor_sync(kAllLanes, sent, 2 * kHalf);
+    }
+}
+// Sixteen sums over the warp; lane l receives that of x[l / 2]. Overwrites x.
+DEVICE float sixteen_sums(float* x, int lane) {
+    share_sums<8>(x, lane);
+    share_sums<4>(x, lane);
+    share_sums<2>(x, lane);
+    share_sums<1>(x, lane);
+    return x[0] + __shfl_xor_sync(kAllLanes, x[0], 1);
+}
+
+// Rows of a token and a head.
+DEVICE Quad load_key(const StepParams& p, i64 token, int head, int lane) {
+    return load_four(p.k, token * p.k_token_stride + head / p.group * p.k_head_stride + 4 * lane, false,
+                     p.flags & kVectorInputs);
+}
+DEVICE Quad load_query(const StepParams& p, i64 token, int head, int lane) {
+    return load_four(p.q, token * p.q_token_stride + head / p.group * p.q_head_stride + 4 * lane, false,
+                     p.flags & kVectorInputs);
+}
+DEVICE Quad load_gate(const StepParams& p, i64 token, int head, int lane) {
+    return load_four(p.g, token * p.g_token_stride + head * p.g_head_stride + 4 * lane, p.flags & kGateFloat,
+                     p.flags & kVectorInputs);
+}
+DEVICE float load_value(const StepParams& p, i64 token, int head, int row) {
+    return load_bf16(p.v + token * p.v_token_stride + head * p.v_head_stride + row);
+}
+DEVICE float write_strength(const StepParams& p, i64 token, int head) {
+    const float x =
+        load_element(p.beta, token * p.beta_token_stride + head * p.beta_head_stride, p.flags & kBetaFloat);
+    return p.flags & kBetaLogits ? sigmoid(x) * p.beta_scale : x;
+}
+DEVICE void store_output(const StepParams& p, i64 token, int head, int row, float x) {
+    p.out[token * p.out_token_stride + head * p.out_head_stride + row] = static_cast<u16>(pack_bf16(x, 0.f));
+}
+
+DEVICE HeadGate head_gate(const StepParams& p, int head, int lane) {
+    const Quad bias = p.dt_bias ? load_four(p.dt_bias, head * 128 + 4 * lane, true, false) : Quad{0, 0, 0, 0};
+    return HeadGate{bias, gate_amplitude(p, head)};
+}
+
+// x, of which the assembler knows nothing: addresses that follow from it are not computed ahead of the rare branch that
+// needs them, where they would take the registers of the usual one.
+DEVICE i64 opaque(i64 x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
+// How far apart rows and channels of a pool lie, in elements.
+struct Steps {
+    i64 row, channel;
+};
+DEVICE Steps pool_steps(const StepParams& p) {
+    return p.flags & kStateVFirst ? Steps{opaque(128), opaque(1)} : Steps{opaque(1), opaque(128)};
+}
+
+// Rows of a head's state; `offset`: elements from the pool's base to its matrix.
+template <bool kFloat>
+struct States {
+    static constexpr int kRowBytes = 128 * (kFloat ? 4 : 2);
+
+    // Brings `rows` rows from `row` on into shared memory, `pitch` bytes apart; completes on `bar`, which expects one
+    // arrival. One warp. Without kVectorStates the copy engine cannot read them, and the warp itself does.
+    DEVICE static void fetch(const StepParams& p, u32 to, int pitch, i64 offset, int row, int rows, u32 bar, int lane) {
+        if (p.flags & kVectorStates) {
+            const char* from = static_cast<const char*>(p.pool) + (offset + row * 128) * (kFloat ? 4 : 2);
+            if (lane == 0) barrier_expect(bar, rows * kRowBytes);
+            if (pitch == kRowBytes) {
+                if (lane == 0) copy_bytes(to, from, rows * kRowBytes, bar);
+            } else {
+                __syncwarp();
+                if (lane < rows) copy_bytes(to + lane * pitch, from + lane * kRowBytes, kRowBytes, bar);
+            }
+            return;
+        }
+        const Steps step = pool_steps(p);
+#pragma unroll 1
+        for (int r = 0; r < rows; r++) {
+            const i64 at = offset + (row + r) * step.row + 4 * lane * step.channel;
+            Quad x;
+            x.x = load_element(p.pool, at, kFloat), x.y = load_element(p.pool, at + step.channel, kFloat);
+            x.z = load_element(p.pool, at + 2 * step.channel, kFloat);
+            x.w = load_element(p.pool, at + 3 * step.channel, kFloat);
+            if (kFloat)
+                store_shared_quad(to + r * pitch + 16 * lane, x);
+            else
+                store_shared_words2(to + r * pitch + 8 * lane, pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bar);
+    }
+
+    // Channels 4 n to 4 n + 3 of a row in shared memory.
+    DEVICE static Quad load(u32 row, int n) {
+        if (kFloat) return load_shared_quad(row + 16 * n);
+        const Words2 x = load_shared_words2(row + 8 * n);
+        return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)};
+    }
+
+    DEVICE static void store_vector(const StepParams& p, i64 offset, int row, int n, Quad x) {
+        const i64 at = offset + row * 128 + 4 * n;
+        if (kFloat)
+            store_once(static_cast<float*>(p.pool) + at, x);
+        else
+            store_once(static_cast<u16*>(p.pool) + at, Words2{pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)});
+    }
+    DEVICE static void store(const StepParams& p, i64 offset, int row, int n, Quad x) {
+        if (p.flags & kVectorStates) {
+            store_vector(p, offset, row, n, x);
+            return;
+        }
+        const Steps step = pool_steps(p);
+        const i64 at = offset + row * step.row + 4 * n * step.channel;
+        store_element(p.pool, at, kFloat, x.x), store_element(p.pool, at + step.channel, kFloat, x.y);
+        store_element(p.pool, at + 2 * step.channel, kFloat, x.z);
+        store_element(p.pool, at + 3 * step.channel, kFloat, x.w);
+    }
+};
