@@ -3,7 +3,6 @@
 #include "step_params.cuh"
 
 constexpr float kLargest = 3.4028234e38f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // log(1 + exp(x)) with small relative error on both tails; slow decays live on the left one.
 DEVICE float softplus(float x) {
