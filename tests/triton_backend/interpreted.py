@@ -11,7 +11,8 @@ from torch import Tensor
 from rapidkda import ops
 from rapidkda.backends.triton import plan
 from rapidkda.backends.triton import prefill as triton_prefill
-from rapidkda.segments import Checkpoints
+from rapidkda.backends.triton.tiles import tiles_kernel
+from rapidkda.segments import Checkpoints, Segments
 from rapidkda.testing import tolerances
 from rapidkda.testing.inputs import Inputs, activated, make_inputs
 from rapidkda.testing.shapes import Shape
@@ -78,6 +79,30 @@ def test_parts_side_by_side_are_exact(regime: str, dtype: torch.dtype, monkeypat
     monkeypatch.setattr(plan, "cut", lambda *call: plan.Cut(10, 1))
     inputs = make_inputs(Shape("ragged", (70, 1, 0, 33), 1, 1, 64, 64), regime, dtype=dtype, gaps=True)
     check(inputs, tolerances.bar(regime, dtype))
+
+
+def test_the_table_orders_segments_from_the_longest_to_the_shortest() -> None:
+    """More segments than a block of the table's kernel, empty ones and equals (in their own order) among them."""
+    lengths = torch.randint(0, 60, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    segments = Segments.from_lengths(lengths)
+    tiles = plan.max_tiles(sum(lengths), len(lengths))
+    table = torch.full((2 * 151 + 150 + 2 * tiles,), -7, dtype=torch.int32)
+    tiles_kernel[(151,)](
+        table,
+        segments.first_token,
+        segments.length,
+        150,
+        tiles,
+        0,
+        plan.NO_CUT.part_tiles,
+        1,
+        1,
+        plan.CHUNK,
+        128,
+        False,
+    )
+    order = table[2 * 151 :][:150].tolist()
+    assert order == sorted(range(150), key=lambda n: -lengths[n])
 
 
 def test_extreme_gates_meet_weak_ones() -> None:

@@ -90,6 +90,19 @@ def rounded(x):
 
 
 @triton.jit
+def widened(x):
+    """x as float32. A pair of bfloat16 numbers at a time: two instructions, not three."""
+    if not INTERPRETED:
+        if target_info.is_cuda():
+            if x.dtype == tl.bfloat16:
+                return tl.inline_asm_elementwise(
+                    "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+                    "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+                )  # fmt: skip
+    return x.to(tl.float32)
+
+
+@triton.jit
 def high_low(x):
     """x as a sum of two bfloat16 numbers, 16 bits of mantissa together; the first is cut off, not rounded."""
     bits = x.to(tl.int32, bitcast=True) & -65536
@@ -131,6 +144,18 @@ def exp2(x):
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return tl.exp2(x)
+
+
+@triton.jit
+def exp2_of_negative(x):
+    """2^-x as `exp2`; the sign costs an instruction unless it is part of the same one."""
+    if not INTERPRETED:
+        if target_info.is_cuda():
+            return tl.inline_asm_elementwise(
+                "{ .reg .f32 n; neg.f32 n, $1; ex2.approx.ftz.f32 $0, n; }",
+                "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+    return exp2(-x)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ class Prepared:
             device,
             (tiles * heads, 1, 1),
             (
-                2 * (segments.count + 1) + self.cut.parts,
+                2 * (segments.count + 1) + segments.count + self.cut.parts,
                 tiles,
                 self.starts[0],
                 heads,
@@ -194,6 +194,7 @@ class Prepared:
                 plan.CHUNK,
                 choice.value_block,
                 self.record_units,
+                choice.slice,
                 call.state_v_first,
                 passes,
                 tokens.q.dtype == torch.float32,

@@ -33,43 +33,47 @@ from .blocks import (
     dot,
     dot_fp32,
     exp2,
+    exp2_of_negative,
     gate_bias,
     high_low,
     log_decay,
     narrow,
     rounded,
     spread,
+    widened,
     write_strength,
 )
+from .tiles import in_record
 
 C = tl.constexpr(16)  # tokens of a tile
 LIMIT = tl.constexpr(116.0)  # 16 tokens of the strongest bounded gate; 2^116 and 2^-116 are ordinary numbers
 
 
 @triton.jit
-def _sizes(p_x, offsets, L2NORM: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, PRECISE: tl.constexpr):
-    """Of rows x [C, K]: a power of two near the inverse norm, and what is left to apply once x is scaled by it."""
+def _squares(p_x, offsets, K: tl.constexpr, SLICE: tl.constexpr, PRECISE: tl.constexpr):
+    """Squared norms [C] of rows [C, K]."""
     if PRECISE:
         x = tl.load(p_x + offsets + tl.arange(0, K)[None, :])
-        squares = tl.sum(x * x, 1)
-    else:  # on the matrix units, for a fifth of the instructions
-        products = tl.zeros([C, C], tl.float32)
-        for part in tl.static_range(K // SLICE):
-            x = _relabelled(tl.load(p_x + offsets + (tl.arange(0, SLICE) + part * SLICE)[None, :]), SLICE)
-            products = add_dot(products, x, tl.trans(x))
-        lane = tl.arange(0, C)
-        squares = tl.sum(tl.where(lane[:, None] == lane[None, :], products, 0.0), 0)
-    bits = ((squares.to(tl.int32, bitcast=True) >> 23) + 127) >> 1 << 23  # half the exponent: of the norm
-    size = bits.to(tl.float32, bitcast=True)
-    if L2NORM:
-        size = size * tl.rsqrt(squares + L2_EPS)
-    return (0x7F000000 - bits).to(tl.float32, bitcast=True), size
+        return tl.sum(x * x, 1)
+    products = tl.zeros([C, C], tl.float32)  # on the matrix units, for a fifth of the instructions
+    for part in tl.static_range(K // SLICE):
+        x = _relabelled(tl.load(p_x + offsets + (tl.arange(0, SLICE) + part * SLICE)[None, :]), SLICE)
+        products = add_dot(products, x, tl.trans(x))
+    lane = tl.arange(0, C)
+    return tl.sum(tl.where(lane[:, None] == lane[None, :], products, 0.0), 0)
 
 
 @triton.jit
 def _row(x, rows, row):
     """x[row] of x [R, K]."""
     return tl.sum(tl.where((rows == row)[:, None], x, 0.0), 0)
+
+
+@triton.jit
+def _last_row(x, S: tl.constexpr):
+    """x[C - 1] of x [C, S]: picked, where `_row` would add."""
+    _, half = tl.split(tl.permute(tl.reshape(x, [2, C // 2, S]), [1, 2, 0]))
+    return tl.reshape(tl.gather(half, tl.full([1, S], C // 2 - 1, tl.int32), 0), [S])
 
 
 @triton.jit
@@ -185,10 +189,17 @@ def prepare_kernel(
     q_rows = spread(real, q_t)[:, None]
     k_rows = spread(real, k_t)[:, None]
     g_rows = spread(real, g_t)[:, None]
-    inverse_key, key_size = _sizes(p_k, k_rows, L2NORM, K, SLICE, PRECISE)
-    inverse_query, query_size = _sizes(p_q, q_rows, L2NORM, K, SLICE, PRECISE)
+    # Keys, whose factors reach 2^LIMIT, are scaled by a power of two near the inverse norm; queries need none.
+    squares = _squares(p_k, k_rows, K, SLICE, PRECISE)
+    bits = ((squares.to(tl.int32, bitcast=True) >> 23) + 127) >> 1 << 23  # half the exponent: of the norm
+    inverse_key = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    key_size = bits.to(tl.float32, bitcast=True)
+    query_size = tl.zeros([C], tl.float32) + scale
+    if L2NORM:
+        key_size *= tl.rsqrt(squares + L2_EPS)
+        query_size *= tl.rsqrt(_squares(p_q, q_rows, K, SLICE, PRECISE) + L2_EPS)
     tl.store(p_vectors + K + lane, key_size)
-    tl.store(p_vectors + K + C + lane, query_size * scale)
+    tl.store(p_vectors + K + C + lane, query_size)
     b = tl.load(p_beta + (first * b_t + head * b_h) + spread(real, b_t)).to(tl.float32)
     b_value = tl.where(valid, write_strength(b, beta_scale, LOGITS), 0.0) * key_size
     b_key = b_value * key_size
@@ -198,10 +209,10 @@ def prepare_kernel(
     for part in tl.range(0, K // SLICE, num_stages=1):  # a loop: unrolled, it takes more registers
         channels = tl.arange(0, SLICE) + part * SLICE
         g = tl.load(p_g + g_rows + channels[None, :])
-        k = tl.load(p_k + k_rows + channels[None, :]).to(tl.float32)
-        q = tl.load(p_q + q_rows + channels[None, :]).to(tl.float32)
+        k = tl.load(p_k + k_rows + channels[None, :])
+        q = tl.load(p_q + q_rows + channels[None, :])
         bias = gate_bias(p_dt_bias, head, channels, K, SLICE)[None, :]
-        g = log_decay(g.to(tl.float32), bias, p_a_log, bound, head, GATE, LOG2_E)
+        g = log_decay(widened(g), bias, p_a_log, bound, head, GATE, LOG2_E)
         if GATE != BOUNDED:
             g = tl.where(g < -192.0, -192.0, g)  # 2^-192 is 0; deeper only loses digits of what follows
             g = tl.where(rows, g, 0.0)
@@ -214,17 +225,17 @@ def prepare_kernel(
             total = tl.cumsum(g, 0)
             slow = total
             steep = total
-        whole = _row(total, lane, C - 1)
+        whole = _last_row(total, SLICE)
         decay = exp2(whole)
         near = exp2(total)
-        keys = k * inverse_key[:, None]
-        queries = q * inverse_query[:, None]
+        keys = widened(k) * inverse_key[:, None]
+        queries = widened(q)
         near_keys = keys * near
         if not PRECISE:
             near_keys = rounded(near_keys)
         near_queries = queries * near
         if GATE == BOUNDED:
-            past = keys * exp2(-total)
+            past = keys * exp2_of_negative(total)
         else:
             past = keys * exp2(tl.minimum(-total, LIMIT))
         if PRECISE:  # summed from the end: what is decayed least keeps all its digits
@@ -239,7 +250,7 @@ def prepare_kernel(
             part_kk, part_qk = _redo_rows(keys, queries, part_kk, part_qk, total, slow, steep, lane, APART)
         kk += part_kk
         qk += part_qk
-        offsets = lane[:, None] * K + channels[None, :]
+        offsets = in_record(lane[:, None], channels[None, :], K, C, SLICE)
         tl.store(p_record + offsets, _as(near_queries, p_record))
         tl.store(p_record + C * K + offsets, _as(near_keys, p_record))
         if not PRECISE:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scan as portable
 from .blocks import rounded
 from .scan import TRANSITIONS
+from .tiles import in_record
 
 
 @gluon.jit
@@ -43,31 +44,30 @@ def placed(state, K: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    near, fine, pairs, decays, scales, values, p_bf16, p_fp32, record, p_v, i, end, length, has_values, v_t,
-    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, WARPS: gl.constexpr,
+    near, fine, pairs, decays, scales, values, p_record, p_v, v_t, wanted, count, has_values,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, SLICE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the record and the values of tile i into a stage."""
+    """Start copying a tile's record and the values of its `count` tokens into a stage, if it is wanted."""
     BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
-    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SLICE, SLICE // 8], [2, WARPS // 2], [1, 0])
     BY_PAIR: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // C, C // 8], [WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    rows = gl.arange(0, 2 * C, gl.SliceLayout(1, BY_ROW))[:, None]
-    columns = gl.arange(0, K, gl.SliceLayout(0, BY_ROW))[None, :]
-    half = gl.arange(0, C, gl.SliceLayout(1, BY_ROW))[:, None]
-    if i < end:
-        p_record = p_bf16 + record * 128
-        p_vectors = p_fp32 + record * 64 + (3 * C * K + 4 * C * C) // 2
-        async_copy.async_copy_global_to_shared(near, p_record + (rows * K + columns))
-        async_copy.async_copy_global_to_shared(fine, p_record + (2 * C * K + half * K + columns))
+    if wanted:
+        rows = gl.arange(0, 2 * C, gl.SliceLayout(1, BY_ROW))[:, None]
+        half = gl.arange(0, C, gl.SliceLayout(1, BY_ROW))[:, None]
+        columns = gl.arange(0, K, gl.SliceLayout(0, BY_ROW))[None, :]
+        async_copy.async_copy_global_to_shared(near, p_record + in_record(rows, columns, K, C, SLICE))
+        async_copy.async_copy_global_to_shared(fine, p_record + 2 * C * K + in_record(half, columns, K, C, SLICE))
         pair_rows = gl.arange(0, 4 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
-        pair_columns = gl.arange(0, C, gl.SliceLayout(0, BY_PAIR))[None, :]
-        async_copy.async_copy_global_to_shared(pairs, p_record + (3 * C * K + pair_rows * C + pair_columns))
+        pair_offsets = pair_rows * C + gl.arange(0, C, gl.SliceLayout(0, BY_PAIR))[None, :]
+        async_copy.async_copy_global_to_shared(pairs, p_record + 3 * C * K + pair_offsets)
+        p_vectors = (p_record + (3 * C * K + 4 * C * C)).to(gl.pointer_type(gl.float32), bitcast=True)
         async_copy.async_copy_global_to_shared(decays, p_vectors + gl.arange(0, K, FLAT))
-        async_copy.async_copy_global_to_shared(scales, p_vectors + (K + gl.arange(0, 2 * C, FLAT)))
-        token = i * C + gl.arange(0, C, gl.SliceLayout(1, BY_TOKEN))
+        async_copy.async_copy_global_to_shared(scales, p_vectors + K + gl.arange(0, 2 * C, FLAT))
+        token = gl.arange(0, C, gl.SliceLayout(1, BY_TOKEN))[:, None]
         value_rows = gl.arange(0, VB, gl.SliceLayout(0, BY_TOKEN))[None, :]
         async_copy.async_copy_global_to_shared(
-            values, p_v + token.to(gl.int64)[:, None] * v_t + value_rows, (token < length)[:, None] & has_values
+            values, p_v + token.to(gl.int64) * v_t + value_rows, (token < count) & has_values
         )
     async_copy.commit_group()
 
@@ -75,7 +75,7 @@ def _fetch(
 @gluon.jit
 def advance(
     state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
-    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, RECORD: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, RECORD: gl.constexpr, SLICE: gl.constexpr,
     PASS: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `scan.advance`, for half-precision inputs."""
@@ -88,7 +88,7 @@ def advance(
     STATE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, KNOWN, 2)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [WARPS, 1], [0, 1])  # of TILE, within each warp
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VALUE: gl.constexpr = p_v.dtype.element_ty
     RESULT: gl.constexpr = p_out.dtype.element_ty
@@ -102,21 +102,29 @@ def advance(
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, K], PLAIN)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], PLAIN)
     values = gl.allocate_shared_memory(VALUE, [STAGES, C, VB], TOKEN_SHARED)
-    results = gl.allocate_shared_memory(RESULT, [C, VB], TOKEN_SHARED)
 
-    step = (records * 0 + heads) * RECORD  # 64-bit
-    p_v += block * VB
-    rows = block * VB + gl.arange(0, VB, gl.SliceLayout(0, BY_TOKEN))
-    lane = gl.arange(0, C, gl.SliceLayout(1, BY_TOKEN))
-    for s in gl.static_range(STAGES):
+    first = begin.to(gl.int64)
+    step = (records * 0 + heads) * (RECORD * 128)  # 64-bit, as the next two
+    v_step = (records * 0 + v_t) * C
+    o_step = (records * 0 + o_t) * C
+    p_record = p_bf16 + records * 128 + first * step
+    p_v += block * VB + first * v_step
+    rows = block * VB + gl.arange(0, VB, gl.SliceLayout(1, OUT))
+    lane = gl.arange(0, C, gl.SliceLayout(0, OUT))
+    p_out += first * o_step
+    out_offsets = lane.to(gl.int64)[None, :] * o_t + rows[:, None]
+    for s in gl.static_range(STAGES - 1):
         _fetch(
             near.index(s), fine.index(s), pairs.index(s), decays.index(s), scales.index(s), values.index(s),
-            p_bf16, p_fp32, records + (begin + s) * step, p_v, begin + s, end, length, has_values, v_t,
-            K, C, VB, WARPS,
+            p_record, p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, SLICE, WARPS,
         )  # fmt: skip
+        p_record += step
+        p_v += v_step
     stage = begin * 0
+    free = stage + (STAGES - 1)
     for i in range(begin, end):
-        async_copy.wait_group(STAGES - 1)
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()  # tile i is there for all, and none reads tile i - 1 any more
         fence_async_shared()  # these copies belong to the generic proxy, wgmma reads through the asynchronous one
         now_near = near.index(stage)
         now_pairs = pairs.index(stage)
@@ -159,21 +167,17 @@ def advance(
             inner = warpgroup_mma_wait(4, [inner])  # the last four update the state
             scale = scales.index(stage).slice(C, C).load(gl.SliceLayout(0, TILE))
             out = gl.where(real, (out + inner) * scale[None, :], 0.0)
-            results.permute((1, 0)).store(out.to(RESULT))
-        state = warpgroup_mma_wait(0, [state])
-        gl.thread_barrier()
-        if OUTPUTS:
-            token = i * C + lane
-            gl.store(
-                p_out + token.to(gl.int64)[:, None] * o_t + rows[None, :],
-                results.load(BY_TOKEN),
-                mask=(token < length)[:, None],
-            )
+            gl.store(p_out + out_offsets, gl.convert_layout(out.to(RESULT), OUT), mask=(lane < length - i * C)[None, :])
+            p_out += o_step
+        ahead = i + (STAGES - 1)
         _fetch(
-            near.index(stage), fine.index(stage), pairs.index(stage), decays.index(stage), scales.index(stage),
-            values.index(stage), p_bf16, p_fp32, records + (i + STAGES) * step, p_v, i + STAGES, end, length,
-            has_values, v_t, K, C, VB, WARPS,
+            near.index(free), fine.index(free), pairs.index(free), decays.index(free), scales.index(free),
+            values.index(free), p_record, p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, SLICE, WARPS,
         )  # fmt: skip
+        p_record += step
+        p_v += v_step
+        state = warpgroup_mma_wait(0, [state])
+        free = stage
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
     return state

@@ -1,8 +1,9 @@
 """The table of tiles and parts of a step, built on the device from the segment table in one small launch.
 
 Each segment's program counts what lies before it and writes its own entries, so that no other kernel has to look for
-its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | part_segment [parts] |
+its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | order [N] | part_segment [parts] |
 tile_token [tiles] | tile_rows [tiles], the last two being the first token of a tile and how many of its rows are real.
+`order` names the segments from the longest to the shortest: programs that run longest start first.
 Past the end a part's segment is -1 and a tile has no rows.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -30,6 +31,13 @@ def part_count(tiles, part_tiles):
 
 
 @triton.jit
+def in_record(row, channel, K: tl.constexpr, C: tl.constexpr, SLICE: tl.constexpr):
+    """Where [row, channel] of the matrices [C, K] that begin a record lies: SLICE channels of all rows together, which
+    the preparation writes at once, fill whole lines of memory."""
+    return row // C * (C * K) + channel // SLICE * (C * SLICE) + row % C * SLICE + channel % SLICE
+
+
+@triton.jit
 def _fill(p_target, begin, end, value, BLOCK: tl.constexpr):
     """p_target[begin:end] = value."""
     for start in range(trips(begin), trips(end), BLOCK):
@@ -50,20 +58,26 @@ def tiles_kernel(
     n = tl.program_id(0)
     tile = n * 0
     part = n * 0
-    for start in range(0, trips(n), BLOCK):
+    rank = n * 0
+    own = tl.load(p_length + n.to(tl.int64) * length_s, mask=n < segments, other=0)
+    for start in range(0, trips(segments), BLOCK):
         index = start + tl.arange(0, BLOCK)
-        length = tl.load(p_length + index.to(tl.int64) * length_s, mask=index < n, other=0)
+        length = tl.load(p_length + index.to(tl.int64) * length_s, mask=index < segments, other=0)
         count = tile_count(length, C)
-        tile += tl.sum(count, 0)
-        part += tl.sum(tl.where(index < n, part_count(count, part_tiles), 0), 0)
+        before = index < n
+        tile += tl.sum(tl.where(before, count, 0), 0)
+        part += tl.sum(tl.where(before, part_count(count, part_tiles), 0), 0)
+        ahead = (length > own) | ((length == own) & before)
+        rank += tl.sum(((index < segments) & ahead).to(tl.int32), 0)
     tl.store(p_table + n, tile)
     tl.store(p_table + segments + 1 + n, part)
-    p_part_segment = p_table + 2 * (segments + 1)
+    p_order = p_table + 2 * (segments + 1)
+    tl.store(p_order + rank, n, mask=n < segments)
+    p_part_segment = p_order + segments
     p_tile_token = p_part_segment + parts
     p_tile_rows = p_tile_token + tiles
-    length = tl.load(p_length + n.to(tl.int64) * length_s, mask=n < segments, other=0)
     first = tl.load(p_first + n.to(tl.int64) * first_s, mask=n < segments, other=0)
-    count = tile_count(length, C)
+    count = tile_count(own, C)
     is_end = n == segments
     part_end = tl.minimum(tl.where(is_end, parts, part + part_count(count, part_tiles)), parts)
     _fill(p_part_segment, part, part_end, tl.where(is_end, -1, n), BLOCK)
@@ -71,6 +85,6 @@ def tiles_kernel(
     for start in range(trips(tile), trips(tile_end), BLOCK):
         index = start + tl.arange(0, BLOCK)
         begin = (index - tile) * C
-        rows = tl.where(is_end, 0, tl.minimum(length - begin, C))
+        rows = tl.where(is_end, 0, tl.minimum(own - begin, C))
         tl.store(p_tile_token + index, first + begin, mask=index < tile_end)
         tl.store(p_tile_rows + index, rows, mask=index < tile_end)
