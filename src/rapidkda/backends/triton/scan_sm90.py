@@ -12,6 +12,7 @@ while outputs are taken beside it, and a tile has two barriers. `scan` remains t
 from __future__ import annotations
 
 import functools
+import math
 from types import FunctionType
 
 from triton.experimental import gluon
@@ -42,28 +43,42 @@ def placed(state, K: gl.constexpr):
     return gl.set_auto_layout(state, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16]))
 
 
+@gluon.constexpr_function
+def _in_order(rows, columns, c, slice_, warps):
+    """A layout of matrices of a record in which thread after thread holds 16 bytes after 16 bytes, so that all copies
+    of a thread are from one address with constant offsets."""
+    bases = [[0, 1 << bit] for bit in range(int(math.log2(slice_)))]
+    bases += [[1 << bit, 0] for bit in range(int(math.log2(c)))]
+    bases += [[0, slice_ << bit] for bit in range(int(math.log2(columns // slice_)))]
+    bases += [[c << bit, 0] for bit in range(int(math.log2(rows // c)))]
+    threads = 3 + 5 + int(math.log2(warps))
+    return gl.DistributedLinearLayout(bases[:3] + bases[threads:], bases[3:8], bases[8:threads], [], [rows, columns])
+
+
 @gluon.jit
 def _fetch(
-    near, fine, pairs, decays, scales, values, p_record, p_v, v_t, wanted, count, has_values,
+    near, fine, pairs, vectors, values, p_record, p_v, v_t, wanted, count, has_values,
     K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, SLICE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile's record and the values of its `count` tokens into a stage, if it is wanted."""
     BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
-    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SLICE, SLICE // 8], [2, WARPS // 2], [1, 0])
+    BY_ROW: gl.constexpr = _in_order(2 * C, K, C, SLICE, WARPS)
+    BY_HALF: gl.constexpr = _in_order(C, K, C, SLICE, WARPS)
     BY_PAIR: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // C, C // 8], [WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     if wanted:
         rows = gl.arange(0, 2 * C, gl.SliceLayout(1, BY_ROW))[:, None]
-        half = gl.arange(0, C, gl.SliceLayout(1, BY_ROW))[:, None]
         columns = gl.arange(0, K, gl.SliceLayout(0, BY_ROW))[None, :]
         async_copy.async_copy_global_to_shared(near, p_record + in_record(rows, columns, K, C, SLICE))
-        async_copy.async_copy_global_to_shared(fine, p_record + 2 * C * K + in_record(half, columns, K, C, SLICE))
+        rows = gl.arange(0, C, gl.SliceLayout(1, BY_HALF))[:, None]
+        columns = gl.arange(0, K, gl.SliceLayout(0, BY_HALF))[None, :]
+        async_copy.async_copy_global_to_shared(fine, p_record + 2 * C * K + in_record(rows, columns, K, C, SLICE))
         pair_rows = gl.arange(0, 4 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
         pair_offsets = pair_rows * C + gl.arange(0, C, gl.SliceLayout(0, BY_PAIR))[None, :]
         async_copy.async_copy_global_to_shared(pairs, p_record + 3 * C * K + pair_offsets)
         p_vectors = (p_record + (3 * C * K + 4 * C * C)).to(gl.pointer_type(gl.float32), bitcast=True)
-        async_copy.async_copy_global_to_shared(decays, p_vectors + gl.arange(0, K, FLAT))
-        async_copy.async_copy_global_to_shared(scales, p_vectors + K + gl.arange(0, 2 * C, FLAT))
+        index = gl.arange(0, 2 * K, FLAT)
+        async_copy.async_copy_global_to_shared(vectors, p_vectors + index, index < K + 2 * C)
         token = gl.arange(0, C, gl.SliceLayout(1, BY_TOKEN))[:, None]
         value_rows = gl.arange(0, VB, gl.SliceLayout(0, BY_TOKEN))[None, :]
         async_copy.async_copy_global_to_shared(
@@ -99,8 +114,7 @@ def advance(
     near = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], NEAR_SHARED)
     fine = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], NEAR_SHARED)
     pairs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * C, C], PAIR_SHARED)
-    decays = gl.allocate_shared_memory(gl.float32, [STAGES, K], PLAIN)
-    scales = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], PLAIN)
+    vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * K], PLAIN)  # decay [K] | n [C] | q_scale [C]
     values = gl.allocate_shared_memory(VALUE, [STAGES, C, VB], TOKEN_SHARED)
 
     first = begin.to(gl.int64)
@@ -115,8 +129,8 @@ def advance(
     out_offsets = lane.to(gl.int64)[None, :] * o_t + rows[:, None]
     for s in gl.static_range(STAGES - 1):
         _fetch(
-            near.index(s), fine.index(s), pairs.index(s), decays.index(s), scales.index(s), values.index(s),
-            p_record, p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, SLICE, WARPS,
+            near.index(s), fine.index(s), pairs.index(s), vectors.index(s), values.index(s), p_record,
+            p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, SLICE, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step
@@ -134,7 +148,7 @@ def advance(
             operand, start.permute((1, 0)), gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True
         )
         v = values.index(stage).permute((1, 0)).load(TILE).to(gl.float32)
-        n = scales.index(stage).slice(0, C).load(gl.SliceLayout(0, TILE))
+        n = vectors.index(stage).slice(K, C).load(gl.SliceLayout(0, TILE))
         known = warpgroup_mma_wait(0, [known])
         if OUTPUTS:
             out, known = gl.split(gl.permute(gl.reshape(known, [VB, 2, C]), [0, 2, 1]))
@@ -146,7 +160,7 @@ def advance(
         u = warpgroup_mma(high, t_high, gl.zeros([VB, C], gl.float32, TILE), use_acc=False, is_async=True)
         u = warpgroup_mma(low, t_high, u, is_async=True)
         u = warpgroup_mma(high, t_low, u, is_async=True)
-        state = state * decays.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
+        state = state * vectors.index(stage).slice(0, K).load(gl.SliceLayout(0, STATE))[None, :]
         u = warpgroup_mma_wait(0, [u])
         high, low = _parts(u, OPERAND)
         if OUTPUTS:
@@ -165,14 +179,14 @@ def advance(
         state = warpgroup_mma(low, rest, state, is_async=True)
         if OUTPUTS:
             inner = warpgroup_mma_wait(4, [inner])  # the last four update the state
-            scale = scales.index(stage).slice(C, C).load(gl.SliceLayout(0, TILE))
+            scale = vectors.index(stage).slice(K + C, C).load(gl.SliceLayout(0, TILE))
             out = gl.where(real, (out + inner) * scale[None, :], 0.0)
             gl.store(p_out + out_offsets, gl.convert_layout(out.to(RESULT), OUT), mask=(lane < length - i * C)[None, :])
             p_out += o_step
         ahead = i + (STAGES - 1)
         _fetch(
-            near.index(free), fine.index(free), pairs.index(free), decays.index(free), scales.index(free),
-            values.index(free), p_record, p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, SLICE, WARPS,
+            near.index(free), fine.index(free), pairs.index(free), vectors.index(free), values.index(free), p_record,
+            p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, SLICE, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step
