@@ -27,6 +27,7 @@ ALIGNMENT = 256  # bytes
 CHUNK = 16  # tokens of a tile; states can be exported after any of them
 MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bounds the scratch for their states
 MIN_PART_TILES = 4
+MAX_GRID = 65535  # programs along the second and third axis of a grid
 CUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of parts of the longest segment that are considered
 
 
@@ -45,6 +46,17 @@ def max_tiles(tokens: int, segments: int) -> int:
     return tokens // CHUNK + segments
 
 
+def tile_table(segments: int, parts: int) -> int:
+    """Where the table has its tiles, in units of 8 bytes (see tiles.py)."""
+    return -(-(2 * (segments + 1) + segments + parts) // 2)
+
+
+def tile_grid(tiles: int, heads: int) -> tuple[int, int, int]:
+    """A program for each head of each tile, the heads of a tile first; no division finds either. May exceed `tiles`."""
+    depth = -(-tiles // MAX_GRID)
+    return heads, -(-tiles // depth), depth
+
+
 @dataclass(frozen=True)
 class Layout:
     """Byte offsets in the workspace. The tables come first, then records, then the states of parts."""
@@ -60,7 +72,7 @@ class Layout:
     def of(
         tiles: int, parts: int, segments: int, value_heads: int, key_dim: int, value_dim: int, record: int
     ) -> Layout:
-        tables = _align(4 * (2 * (segments + 1) + segments + parts + 2 * tiles))
+        tables = _align(8 * (tile_table(segments, parts) + tiles))
         carries = tables + tiles * value_heads * record
         transitions = carries + parts * value_heads * value_dim * key_dim * 4
         return Layout(

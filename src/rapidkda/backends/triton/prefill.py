@@ -75,18 +75,17 @@ class Prepared:
         )
         self._prepare = _prepare.bind(
             device,
-            (tiles * heads, 1, 1),
+            plan.tile_grid(tiles, heads),
             (
-                2 * (segments.count + 1) + segments.count + self.cut.parts,
+                plan.tile_table(segments.count, self.cut.parts),
                 tiles,
                 self.starts[0],
-                heads,
-                heads // tokens.heads,
                 *launch.scalars(tokens),
             ),
             launch.strides(tokens, values=False),
             (
                 *launch.constants(tokens)[:-1],
+                heads // tokens.heads,
                 choice.slice,
                 self.record_units,
                 precise,
@@ -94,7 +93,7 @@ class Prepared:
                 choice.overlap,
             ),
             num_warps=choice.prepare_warps,
-            views=(None,) * len(launch.inputs(tokens, values=False)) + VIEWS,
+            views=(*[None] * len(launch.inputs(tokens, values=False)), torch.int64, *VIEWS[1:]),
             registers=choice.prepare_registers,
             overlap=choice.overlap,
         )

@@ -147,15 +147,15 @@ def _as(x, pointer):
     return narrow(x, pointer.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["tile_table", "tiles", "record_start", "heads", "group"])
+@triton.jit(do_not_specialize=["tile_table", "tiles", "record_start"])
 def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_a_log, p_dt_bias, p_table, p_bf16, p_fp32,
-    tile_table, tiles, record_start, heads, group, scale, beta_scale, lower_bound,
+    tile_table, tiles, record_start, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h,
-    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr,
+    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one value head. Grid (tiles * HV); RECORD and record_start in units of 256 bytes.
+    """One tile of one value head. Grid (HV, tiles), see `plan.tile_grid`; RECORD and record_start in units of 256 bytes.
 
     Channels are taken SLICE at a time, so that little is live at once. Rows past a segment's end act as b = 0, g = 0.
     """
@@ -165,10 +165,14 @@ def prepare_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    tile = tl.program_id(0) // heads
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    count = tl.load(p_table + tile_table + tiles + tile)
-    first = tl.load(p_table + tile_table + tile).to(tl.int64)
+    heads = tl.num_programs(0)
+    head = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    if tile >= tiles:
+        return
+    entry = tl.load(p_table + tile_table + tile)  # both numbers at once: one wait
+    first = entry & 0xFFFFFFFF
+    count = (entry >> 32).to(tl.int32)
     if count == 0:
         return
     record = record_start + (tile.to(tl.int64) * heads + head) * RECORD
@@ -181,7 +185,7 @@ def prepare_kernel(
     lane = tl.arange(0, C)
     valid = lane < count
     rows = valid[:, None]
-    key_head = head // group
+    key_head = head // GROUP
     p_q += first * q_t + key_head * q_h
     p_k += first * k_t + key_head * k_h
     p_g += first * g_t + head * g_h

@@ -1,8 +1,8 @@
 """The table of tiles and parts of a step, built on the device from the segment table in one small launch.
 
 Each segment's program counts what lies before it and writes its own entries, so that no other kernel has to look for
-its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | order [N] | part_segment [parts] |
-tile_token [tiles] | tile_rows [tiles], the last two being the first token of a tile and how many of its rows are real.
+its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | order [N] | part_segment [parts] | a gap
+to 8 bytes | tiles [tiles, 2], the first token of a tile and how many of its rows are real.
 `order` names the segments from the longest to the shortest: programs that run longest start first.
 Past the end a part's segment is -1 and a tile has no rows.
 """
@@ -74,8 +74,7 @@ def tiles_kernel(
     p_order = p_table + 2 * (segments + 1)
     tl.store(p_order + rank, n, mask=n < segments)
     p_part_segment = p_order + segments
-    p_tile_token = p_part_segment + parts
-    p_tile_rows = p_tile_token + tiles
+    p_tile = p_table + (2 * (segments + 1) + segments + parts + 1) // 2 * 2
     first = tl.load(p_first + n.to(tl.int64) * first_s, mask=n < segments, other=0)
     count = tile_count(own, C)
     is_end = n == segments
@@ -86,5 +85,5 @@ def tiles_kernel(
         index = start + tl.arange(0, BLOCK)
         begin = (index - tile) * C
         rows = tl.where(is_end, 0, tl.minimum(own - begin, C))
-        tl.store(p_tile_token + index, first + begin, mask=index < tile_end)
-        tl.store(p_tile_rows + index, rows, mask=index < tile_end)
+        tl.store(p_tile + 2 * index, first + begin, mask=index < tile_end)
+        tl.store(p_tile + 2 * index + 1, rows, mask=index < tile_end)
