@@ -155,7 +155,7 @@ def prepare_kernel(
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one value head. Grid (HV, tiles), see `plan.tile_grid`; RECORD and record_start in units of 256 bytes.
+    """One tile of one value head. Grid: `plan.tile_grid`. RECORD and record_start in units of 256 bytes.
 
     Channels are taken SLICE at a time, so that little is live at once. Rows past a segment's end act as b = 0, g = 0.
     """

@@ -1,8 +1,8 @@
 """The table of tiles and parts of a step, built on the device from the segment table in one small launch.
 
 Each segment's program counts what lies before it and writes its own entries, so that no other kernel has to look for
-its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | order [N] | part_segment [parts] | a gap
-to 8 bytes | tiles [tiles, 2], the first token of a tile and how many of its rows are real.
+its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | order [N] | part_segment [parts] | a
+gap to 8 bytes | tiles [tiles, 2], the first token of a tile and how many of its rows are real.
 `order` names the segments from the longest to the shortest: programs that run longest start first.
 Past the end a part's segment is -1 and a tile has no rows.
 """
