@@ -6,9 +6,9 @@ read by the scan:
     qd [C, K] | kd [C, K] | kr - kd [C, K] | T [C, C] | T's low part [C, C] | aq [C, C] | aq's low part [C, C] |
     decay [K] | n [C] | q_scale [C]
 
-(the matrices of K columns by slices, `tiles.in_record`; all matrices in bfloat16, the vectors in float32; for float32
-inputs all in float32, without low parts, and with kr in place of kr - kd). Where few sequences run, each is also cut
-into parts of several tiles whose states are linked exactly (`compose`).
+(the matrices in bfloat16, the vectors in float32; for float32 inputs all in float32, without low parts, and with kr in
+place of kr - kd). Where few sequences run, each is also cut into parts of several tiles whose states are linked exactly
+(`compose`).
 """
 
 from __future__ import annotations

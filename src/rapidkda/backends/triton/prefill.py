@@ -193,7 +193,6 @@ class Prepared:
                 plan.CHUNK,
                 choice.value_block,
                 self.record_units,
-                choice.slice,
                 call.state_v_first,
                 passes,
                 tokens.q.dtype == torch.float32,

@@ -43,7 +43,6 @@ from .blocks import (
     widened,
     write_strength,
 )
-from .tiles import in_record
 
 C = tl.constexpr(16)  # tokens of a tile
 LIMIT = tl.constexpr(116.0)  # 16 tokens of the strongest bounded gate; 2^116 and 2^-116 are ordinary numbers
@@ -71,9 +70,9 @@ def _row(x, rows, row):
 
 @triton.jit
 def _last_row(x, S: tl.constexpr):
-    """x[C - 1] of x [C, S]: picked, where `_row` would add."""
+    """x[C - 1] of x [C, S]; half of the rows cannot be it."""
     _, half = tl.split(tl.permute(tl.reshape(x, [2, C // 2, S]), [1, 2, 0]))
-    return tl.reshape(tl.gather(half, tl.full([1, S], C // 2 - 1, tl.int32), 0), [S])
+    return _row(half, tl.arange(0, C // 2), C // 2 - 1)
 
 
 @triton.jit
@@ -254,7 +253,7 @@ def prepare_kernel(
             part_kk, part_qk = _redo_rows(keys, queries, part_kk, part_qk, total, slow, steep, lane, APART)
         kk += part_kk
         qk += part_qk
-        offsets = in_record(lane[:, None], channels[None, :], K, C, SLICE)
+        offsets = lane[:, None] * K + channels[None, :]
         tl.store(p_record + offsets, _as(near_queries, p_record))
         tl.store(p_record + C * K + offsets, _as(near_keys, p_record))
         if not PRECISE:

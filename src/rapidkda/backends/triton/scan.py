@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from . import launch
 from .blocks import add_dot, dot, dot_fp32, high_low, narrow, trips, usable
-from .tiles import in_record, tile_count
+from .tiles import tile_count
 
 WHOLE = tl.constexpr(0)
 TRANSITIONS = tl.constexpr(1)
@@ -46,7 +46,7 @@ def _halves(x, R: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def advance(
     state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
-    K: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr, SLICE: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
     PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Run tiles begin .. end - 1 of a segment; `records` is its first record, p_v and p_out its first token's rows."""
@@ -58,10 +58,8 @@ def advance(
     twice = tl.arange(0, 2 * C)
     parts = tl.arange(0, 4 * C)
     channels = tl.arange(0, K)
-    from_row = 2 * C - FROM_STATE + tl.arange(0, FROM_STATE)
-    from_state_offset = in_record(from_row[None, :], channels[:, None], K, C, SLICE)
-    into_row = 2 * C + lanes if PRECISE else C + twice
-    into_state_offset = in_record(into_row[:, None], channels[None, :], K, C, SLICE)
+    from_state_offset = (2 * C - FROM_STATE + tl.arange(0, FROM_STATE))[None, :] * K + channels[:, None]
+    into_state_offset = (2 * C + lanes if PRECISE else C + twice)[:, None] * K + channels[None, :]
     pair_offset = PAIRS + lanes[None, :] * C + lanes[:, None]  # transposed
     # Both parts of a pair matrix, each twice: [high, high, low, low], for an operand [high, low, high, low]
     parts_offset = PAIRS + lanes[None, :] * C + (parts % C + parts // (2 * C) * (C * C))[:, None]
@@ -146,7 +144,7 @@ def scan_kernel(
     initial_rows, final_rows, checkpoint_rows, pad_slot,
     v_t, v_h, o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s,
     checkpoint_s,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr, SLICE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
     V_FIRST: tl.constexpr, PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -233,7 +231,7 @@ def scan_kernel(
                 stop = tl.minimum(end, (offset + C - 1) // C)
             state = advance(
                 state, p_bf16, p_fp32, p_rows_v, p_rows_out, records, begin, stop, length, has_values, real,
-                heads, v_t, o_t, block, K, C, VB, RECORD, SLICE, PASS, PRECISE, PRECISION, STAGES,
+                heads, v_t, o_t, block, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
             )  # fmt: skip
             while (at < at_end) & (offset <= stop * C):
                 slot = tl.load(p_slot + at * slot_s).to(tl.int64)
@@ -249,7 +247,7 @@ def scan_kernel(
     else:
         state = advance(
             state, p_bf16, p_fp32, p_rows_v, p_rows_out, records, begin, end, length, has_values, real, heads,
-            v_t, o_t, block, K, C, VB, RECORD, SLICE, PASS, PRECISE, PRECISION, STAGES,
+            v_t, o_t, block, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
         )  # fmt: skip
 
     if PASS == TRANSITIONS:

@@ -12,7 +12,6 @@ while outputs are taken beside it, and a tile has two barriers. `scan` remains t
 from __future__ import annotations
 
 import functools
-import math
 from types import FunctionType
 
 from triton.experimental import gluon
@@ -27,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import scan as portable
 from .blocks import rounded
 from .scan import TRANSITIONS
-from .tiles import in_record
 
 
 @gluon.jit
@@ -43,36 +41,22 @@ def placed(state, K: gl.constexpr):
     return gl.set_auto_layout(state, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, K, 16]))
 
 
-@gluon.constexpr_function
-def _in_order(rows, columns, c, slice_, warps):
-    """A layout of matrices of a record in which thread after thread holds 16 bytes after 16 bytes, so that all copies
-    of a thread are from one address with constant offsets."""
-    bases = [[0, 1 << bit] for bit in range(int(math.log2(slice_)))]
-    bases += [[1 << bit, 0] for bit in range(int(math.log2(c)))]
-    bases += [[0, slice_ << bit] for bit in range(int(math.log2(columns // slice_)))]
-    bases += [[c << bit, 0] for bit in range(int(math.log2(rows // c)))]
-    threads = 3 + 5 + int(math.log2(warps))
-    return gl.DistributedLinearLayout(bases[:3] + bases[threads:], bases[3:8], bases[8:threads], [], [rows, columns])
-
-
 @gluon.jit
 def _fetch(
     near, fine, pairs, vectors, values, p_record, p_v, v_t, wanted, count, has_values,
-    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, SLICE: gl.constexpr, WARPS: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile's record and the values of its `count` tokens into a stage, if it is wanted."""
     BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
-    BY_ROW: gl.constexpr = _in_order(2 * C, K, C, SLICE, WARPS)
-    BY_HALF: gl.constexpr = _in_order(C, K, C, SLICE, WARPS)
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
     BY_PAIR: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // C, C // 8], [WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     if wanted:
         rows = gl.arange(0, 2 * C, gl.SliceLayout(1, BY_ROW))[:, None]
+        half = gl.arange(0, C, gl.SliceLayout(1, BY_ROW))[:, None]
         columns = gl.arange(0, K, gl.SliceLayout(0, BY_ROW))[None, :]
-        async_copy.async_copy_global_to_shared(near, p_record + in_record(rows, columns, K, C, SLICE))
-        rows = gl.arange(0, C, gl.SliceLayout(1, BY_HALF))[:, None]
-        columns = gl.arange(0, K, gl.SliceLayout(0, BY_HALF))[None, :]
-        async_copy.async_copy_global_to_shared(fine, p_record + 2 * C * K + in_record(rows, columns, K, C, SLICE))
+        async_copy.async_copy_global_to_shared(near, p_record + (rows * K + columns))
+        async_copy.async_copy_global_to_shared(fine, p_record + 2 * C * K + (half * K + columns))
         pair_rows = gl.arange(0, 4 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
         pair_offsets = pair_rows * C + gl.arange(0, C, gl.SliceLayout(0, BY_PAIR))[None, :]
         async_copy.async_copy_global_to_shared(pairs, p_record + 3 * C * K + pair_offsets)
@@ -90,7 +74,7 @@ def _fetch(
 @gluon.jit
 def advance(
     state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
-    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, RECORD: gl.constexpr, SLICE: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, RECORD: gl.constexpr,
     PASS: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `scan.advance`, for half-precision inputs."""
@@ -130,7 +114,7 @@ def advance(
     for s in gl.static_range(STAGES - 1):
         _fetch(
             near.index(s), fine.index(s), pairs.index(s), vectors.index(s), values.index(s), p_record,
-            p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, SLICE, WARPS,
+            p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step
@@ -186,7 +170,7 @@ def advance(
         ahead = i + (STAGES - 1)
         _fetch(
             near.index(free), fine.index(free), pairs.index(free), vectors.index(free), values.index(free), p_record,
-            p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, SLICE, WARPS,
+            p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step

@@ -31,13 +31,6 @@ def part_count(tiles, part_tiles):
 
 
 @triton.jit
-def in_record(row, channel, K: tl.constexpr, C: tl.constexpr, SLICE: tl.constexpr):
-    """Where [row, channel] of the matrices [C, K] that begin a record lies: SLICE channels of all rows together, which
-    the preparation writes at once, fill whole lines of memory."""
-    return row // C * (C * K) + channel // SLICE * (C * SLICE) + row % C * SLICE + channel % SLICE
-
-
-@triton.jit
 def _fill(p_target, begin, end, value, BLOCK: tl.constexpr):
     """p_target[begin:end] = value."""
     for start in range(trips(begin), trips(end), BLOCK):
