@@ -197,12 +197,10 @@ def prepare_kernel(
     bits = ((squares.to(tl.int32, bitcast=True) >> 23) + 127) >> 1 << 23  # half the exponent: of the norm
     inverse_key = (0x7F000000 - bits).to(tl.float32, bitcast=True)
     key_size = bits.to(tl.float32, bitcast=True)
-    query_size = tl.zeros([C], tl.float32) + scale
+    query_squares = tl.zeros([C], tl.float32)
     if L2NORM:
         key_size *= tl.rsqrt(squares + L2_EPS)
-        query_size *= tl.rsqrt(_squares(p_q, q_rows, K, SLICE, PRECISE) + L2_EPS)
     tl.store(p_vectors + K + lane, key_size)
-    tl.store(p_vectors + K + C + lane, query_size)
     b = tl.load(p_beta + (first * b_t + head * b_h) + spread(real, b_t)).to(tl.float32)
     b_value = tl.where(valid, write_strength(b, beta_scale, LOGITS), 0.0) * key_size
     b_key = b_value * key_size
@@ -233,6 +231,8 @@ def prepare_kernel(
         near = exp2(total)
         keys = widened(k) * inverse_key[:, None]
         queries = widened(q)
+        if L2NORM:
+            query_squares += tl.sum(queries * queries, 1)
         near_keys = keys * near
         if not PRECISE:
             near_keys = rounded(near_keys)
@@ -261,6 +261,10 @@ def prepare_kernel(
         tl.store(p_record + 2 * C * K + offsets, _as(end_keys, p_record))
         tl.store(p_vectors + channels, decay)
 
+    query_size = tl.zeros([C], tl.float32) + scale
+    if L2NORM:
+        query_size *= tl.rsqrt(query_squares + L2_EPS)
+    tl.store(p_vectors + K + C + lane, query_size)
     pair = lane[:, None] * C + lane[None, :]
     aq = tl.where(lane[:, None] >= lane[None, :], qk, 0.0)
     lower = tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0)
