@@ -14,7 +14,6 @@ place of kr - kd). Where few sequences run, each is also cut into parts of sever
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,23 +159,26 @@ def cut_of(
 
 def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs) -> float:
     """Microseconds of the scan over segments that are not cut."""
-    return _pass(int(tiles.max()), int(tiles.sum()) * value_heads * blocks[0], units, costs.launch, costs.together)
+    return _pass(tiles, np.full(len(tiles), value_heads * blocks[0]), units, costs.launch, costs.together)
 
 
 def predicted(
     tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs
 ) -> float:
     """Microseconds of the three passes over segments that are cut into `parts`."""
-    length = int((-(-tiles // parts)).max())
-    own = (tiles * (parts - 1) / parts).sum() * blocks[0]
-    transition = (tiles * np.maximum(parts - 2, 0) / parts).sum() * blocks[1]
-    first = _pass(length, (own + transition) * value_heads, units, costs.launch, costs.transitions)
-    second = _pass(length, tiles.sum() * value_heads * blocks[0], units, costs.launch, costs.together)
+    lengths = tiles / parts
+    programs = value_heads * ((parts - 1) * blocks[0] + np.maximum(parts - 2, 0) * blocks[1])
+    first = _pass(lengths, programs, units, costs.launch, costs.transitions)
+    second = _pass(lengths, value_heads * parts * blocks[0], units, costs.launch, costs.together)
     return first + second + costs.launch + costs.compose * float(parts.max() - 2)
 
 
-def _pass(longest: int, steps: float, units: int, launch: float, together: tuple[float, ...]) -> float:
-    """`steps` tiles in all, in programs of at most `longest` tiles, which run in turns."""
-    turns, rest = divmod(steps / longest, len(together) * units)
-    last = 0.0 if rest == 0 else together[math.ceil(rest / units) - 1]
-    return launch + longest * (turns * together[-1] + last)
+def _pass(lengths: np.ndarray, programs: np.ndarray, units: int, launch: float, together: tuple[float, ...]) -> float:
+    """So many `programs` of each of `lengths`, in tiles. Those that outlast the others have the multiprocessors to
+    themselves in the end, since the longest start first; where there are too many, they take turns."""
+    order = np.argsort(lengths)
+    tiles = np.diff(lengths[order], prepend=0)  # how long as many programs run as
+    running = programs[order][::-1].cumsum()[::-1]
+    turns, rest = np.divmod(running, len(together) * units)
+    last = np.array((0.0, *together))[-(-rest // units)]
+    return launch + float((tiles * (turns * together[-1] + last)).sum())
