@@ -116,7 +116,7 @@ class Costs:
 
 
 PORTABLE = Costs(together=(0.81, 1.27), transitions=(0.67, 1.05), launch=6.0, compose=4.2)
-SM90 = Costs(together=(0.67, 1.23, 1.85), transitions=(0.67, 0.75, 0.89), launch=5.0, compose=3.3)
+SM90 = Costs(together=(0.65, 1.2, 1.58), transitions=(0.61, 0.76, 0.97), launch=4.9, compose=2.9)
 
 
 def cut(
