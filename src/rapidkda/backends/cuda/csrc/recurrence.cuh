@@ -219,7 +219,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     };
     // The next chunk's operands come beside the update where the pair's chain is what counts. The whole form gives its
     // stage back first: with one in hand and one awaited, only three of four groups of producers could fill theirs.
-    constexpr bool kBeside = C::kForm != Form::kWhole || C::kParts;
+    constexpr bool kBeside = C::kForm != Form::kWhole;
     auto next_operands = [&](int i) {
         if (i >= n) return;
         barrier_wait(full, parity);

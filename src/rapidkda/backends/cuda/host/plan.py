@@ -29,16 +29,16 @@ MOST_CHECKPOINT_BYTES = 1 << 28  # scratch that checkpoints within parts may tak
 
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a launch costs at least, what going on to
 # the next head costs, and a chunk. Unbounded gates cost 1.1 times as much in every form, so the choice is the same.
-WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.19
-PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 11.5, 4.0, 0.70
+WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.13
+PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 14.0, 4.0, 0.605
 # A part alone, which may be shared by time: what looking for seams costs, and a chunk of its pair. Else two launches: a
 # chunk of a transition, a transition applied, bytes of outputs corrected in a microsecond, and a checkpoint of a head
 # for one of as many CTAs as there are multiprocessors.
-SEAM_US, PART_US = 5.0, 0.67
-PARALLEL_START_US, TRANSITION_US, APPLY_US, CORRECT_BYTES_US, CHECKPOINT_US = 40.0, 1.08, 2.0, 3.4e6, 6.0
+SEAM_US, PART_US = 5.0, 0.685
+PARALLEL_START_US, TRANSITION_US, APPLY_US, CORRECT_BYTES_US, CHECKPOINT_US = 40.0, 1.02, 2.0, 3.4e6, 6.0
 FIRST_PART = 1.5  # chunks of the first part for one of any other: csrc/parts.cuh
 # The same launches where all is forgotten, a chunk of a share, and the most chunks that it begins early.
-FORGETTING_START_US, FORGETTING_CORRECT_US, SHARE_US, WARM_UP_CHUNKS = 33.0, 13.0, 1.06, 5
+FORGETTING_START_US, FORGETTING_CORRECT_US, SHARE_US, WARM_UP_CHUNKS = 33.0, 13.0, 1.12, 5
 
 # What a neighbour adds to a chunk, where the form can take it on; and what one costs by itself: a launch, and the bytes
 # of its rows at the rate that they reach.
