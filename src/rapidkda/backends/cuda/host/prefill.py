@@ -152,7 +152,8 @@ class Prepared:
         for place in self._pools_at:
             vectors = vectors and not addresses[place] % 8
         if self._scratch_bytes:
-            start = self._workspace(call).data_ptr()
+            workspace = self._workspace(call)  # alive until all is launched: its memory may not be another's before
+            start = workspace.data_ptr()
             addresses += [start + at for at in self._scratch.places]
         variant = vectors, call.out is given.out
         launches = self._launches.get(variant)
