@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rapidkda import ops
-from rapidkda.testing import Shape, activated, make_inputs, worst_output_error, worst_state_error
+from rapidkda.testing import Shape, activated, make_inputs, relative_error, worst_output_error, worst_state_error
 
 from .cases import case
 from .guards import GAP, StatePool, check_run, run_prefill, same_bits, within
@@ -135,7 +135,7 @@ def beta_of_any_stride(target: Target) -> None:
 @case("strides", op=("decode", "slots", "replay"), far=(True, False))
 def operands_that_start_anywhere(target: Target, op: str, far: bool) -> None:
     """Rows of q, k, v, g, outputs, pools and records that start one element past an aligned address, and are an odd
-    number of elements apart, give the bits of dense ones."""
+    number of elements apart, give what dense ones give: a kernel may load them otherwise, and sum in another order."""
     lens = [3, 1, 2] if op != "decode" else [1, 1, 1]
     inputs = activated(lens, WEAK, dtype=target.dtype, device=target.device, seed=45)
     slots, width = [4, 1, 5], 2 * inputs.q.shape[2] + inputs.v.shape[2]
@@ -164,7 +164,7 @@ def operands_that_start_anywhere(target: Target, op: str, far: bool) -> None:
         results += [out.contiguous(), pool.contiguous()]
     half = len(results) // 2
     for n, (dense, moved) in enumerate(zip(results[:half], results[half:], strict=True)):
-        same_bits(f"result {n}", moved, dense)
+        within(f"result {n}", relative_error(moved, dense), target.case_bar().state)
 
 
 def _moved(x: torch.Tensor, spare: int) -> torch.Tensor:
