@@ -23,6 +23,8 @@ from .segments import Checkpoints, Segments
 Op = Literal["prefill", "decode", "verify", "conv", "norm"]
 OPS: tuple[Op, ...] = ("prefill", "decode", "verify", "conv", "norm")
 GateKind = Literal["log_decay", "bounded", "softplus"]
+Rollback = Literal["replay", "slots"]  # how a verification is undone: by records, or from a slot for each position
+ROLLBACKS: tuple[Rollback, ...] = ("replay", "slots")
 
 Memo = dict[str, Any]
 

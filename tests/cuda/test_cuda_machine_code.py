@@ -77,14 +77,7 @@ def test_the_main_loops_spill_nothing(kernel: KernelSource, tmp_path: Path) -> N
         assert [text for text in producers if SPILLS.search(text)] == []
 
 
-@pytest.mark.parametrize("kernel", [k for k in steps.kernels() if k.entry == "slots"], ids=str)
-def test_a_slot_a_position_spills_nothing(kernel: KernelSource, tmp_path: Path) -> None:
-    code = [text for _, text in disassemble(kernel, tmp_path)]
-    assert len([text for text in code if "UBLKCP" in text]) >= 1
-    assert [text for text in code if SPILLS.search(text)] == []
-
-
-@pytest.mark.parametrize("kernel", [k for k in steps.kernels() if k.entry == "replay"], ids=str)
+@pytest.mark.parametrize("kernel", steps.kernels(), ids=str)
 def test_the_usual_turn_of_a_replay_is_straight(kernel: KernelSource, tmp_path: Path) -> None:
     """All products of a turn in one run of instructions: no branch, fewer moves than products."""
     code = [text for _, text in disassemble(kernel, tmp_path)]

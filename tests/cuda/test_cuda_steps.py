@@ -87,9 +87,14 @@ def inputs(tokens: int, **changed: Tensor) -> dict[str, Any]:
 
 def verify(count: int, **changed: Any) -> None:
     """One token of each request."""
-    slots, accepted = torch.arange(count)[:, None], torch.ones(count, dtype=torch.int32)
-    given = inputs(count) | changed | {"slots": slots, "accepted": accepted, "segments": Segments.equal(count, 1)}
-    rapidkda.verify(**given, backend="cuda")
+    given = inputs(count) | {
+        "state": tensor(max(count, 9), VALUE_HEADS, 128, 128, dtype=torch.float32),
+        "records": tensor(max(count, 9), 2, VALUE_HEADS, 384, dtype=torch.float32),
+        "slots": torch.arange(count),
+        "accepted": torch.ones(count, dtype=torch.int32),
+        "segments": Segments.equal(count, 1),
+    }
+    rapidkda.verify(**(given | changed), backend="cuda")
 
 
 def named(given: dict[str, Any], addresses: dict[str, int]) -> dict[str, str]:
@@ -105,7 +110,7 @@ TOKENS = {name: name for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"
 
 
 @pytest.mark.parametrize("positions", [2, 4, 5, 8, 11])
-def test_replay_takes_the_smallest_chunk_that_holds_its_drafts(fake: Driver, positions: int) -> None:
+def test_calls_take_the_smallest_chunk_that_holds_its_drafts(fake: Driver, positions: int) -> None:
     segments = Segments.from_lengths([2] * COUNT)
     records = torch.zeros(9, positions, VALUE_HEADS, 384)
     slots, accepted = torch.arange(COUNT), torch.zeros(COUNT, dtype=torch.int32)
@@ -126,18 +131,16 @@ def test_replay_takes_the_smallest_chunk_that_holds_its_drafts(fake: Driver, pos
     assert fewer.flags == Flags.SLOTS_64 | Flags.STATE_V_FIRST | VECTORS
 
 
-def test_a_slot_a_position_has_the_table_of_both(fake: Driver) -> None:
-    slots = torch.zeros(COUNT + 1, 6, dtype=torch.int32)[1:, 1:5]
+def test_a_call_says_how_its_tensors_lie(fake: Driver) -> None:
+    slots = torch.arange(6 * (COUNT + 1), dtype=torch.int32).view(COUNT + 1, 6)[1:, 1]
     accepted = torch.zeros(COUNT, dtype=torch.int64)
     segments = Segments.from_lengths([2] * COUNT)
-    given = inputs(2 * COUNT) | {"segments": segments, "slots": slots, "accepted": accepted}
+    records = torch.zeros(9, 2, 3, VALUE_HEADS, 384)[:, 1]
+    given = inputs(2 * COUNT) | {"segments": segments, "slots": slots, "records": records, "accepted": accepted}
     rapidkda.verify(**given, lower_bound=-5.0, backend="cuda")
-    ((kernel, grid, addresses, constants),) = fake.launched
-    assert kernel == steps.slots_kernel(True)
-    assert grid == COUNT * VALUE_HEADS
-    state = {"pool": "state", "slots": "slots", "accepted": "accepted"}
-    assert named(given, addresses) == TOKENS | state
-    assert (constants.slot_stride, constants.position_stride, constants.positions) == (6, 1, 4)
+    ((_, _, _, constants),) = fake.launched
+    assert (constants.slot_stride, constants.accepted_stride, constants.positions) == (6, 1, 3)
+    assert (constants.record_stride, constants.record_position_stride) == (6 * VALUE_HEADS * 384, VALUE_HEADS * 384)
     assert (constants.group, constants.tokens, constants.segments, constants.pool_rows) == (2, 2 * COUNT, COUNT, 9)
     wanted = Flags.ACCEPTED_64 | Flags.BOUNDED_GATE | Flags.BETA_LOGITS | Flags.L2_NORM | Flags.STATE_V_FIRST
     assert constants.flags == wanted | VECTORS
@@ -156,6 +159,9 @@ def test_a_slot_a_position_has_the_table_of_both(fake: Driver) -> None:
         ("state", tensor(9, VALUE_HEADS, 128, 128, spare=4), Flags.VECTOR_STATES),
         ("state", tensor(9, VALUE_HEADS, 128, 128, spare=8), 0),
         ("state", tensor(9, VALUE_HEADS, 128, 128, dtype=torch.float32, past=1), Flags.VECTOR_STATES),
+        ("records", tensor(9, 2, VALUE_HEADS, 384, dtype=torch.float32, past=1), Flags.VECTOR_RECORDS),
+        ("records", tensor(9, 2, VALUE_HEADS, 384, dtype=torch.float32, spare=2), Flags.VECTOR_RECORDS),
+        ("records", tensor(9, 2, VALUE_HEADS, 384, dtype=torch.float32, spare=4), 0),
     ],
 )
 def test_accesses_are_vectors_where_all_of_them_are_aligned(fake: Driver, name: str, value: Tensor, lost: int) -> None:

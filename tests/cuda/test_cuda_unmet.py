@@ -34,6 +34,7 @@ def test_a_hopper_is_served_where_the_packages_are(op: Op) -> None:
         ({"key_dim": 64}, "K = V = 128"),
         ({"value_dim": 256}, "K = V = 128"),
         ({"requires_grad": True}, "backward"),
+        ({"op": "verify", "rollback": "slots"}, "a slot a position"),
     ],
 )
 def test_each_unmet_requirement_is_named(change: dict[str, object], word: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from rapidkda import Segments, ops
 from rapidkda.backends.torch import recurrent
+from rapidkda.problem import ROLLBACKS
 from rapidkda.testing.accuracy import check_decode, check_verify
 from rapidkda.testing.inputs import activated
 from rapidkda.testing.regimes import REGIMES
@@ -23,7 +24,7 @@ SHAPE = Shape("requests", (1,) * 9, 2, value_heads=4, key_dim=64, value_dim=32)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_decode_and_verify_are_within_the_bars(regime: str, dtype: torch.dtype) -> None:
     checks = [check_decode(SHAPE, regime, dtype, CPU, "torch", 1)]
-    checks += [check_verify(SHAPE, regime, dtype, CPU, "torch", 2, replay) for replay in (False, True)]
+    checks += [check_verify(SHAPE, regime, dtype, CPU, "torch", 2, rollback) for rollback in ROLLBACKS]
     assert all(check.passed for check in checks), checks
 
 

@@ -23,6 +23,7 @@ from ..problem import (
     NormCall,
     Op,
     PrefillCall,
+    Rollback,
     Sizes,
     Tokens,
     VerifyCall,
@@ -49,6 +50,7 @@ class Request:
     raw_keys: bool = True  # q and k before their L2 normalisation
     raw_beta: bool = True  # logits
     neg_eigval: bool = False  # the sigmoid of beta doubled
+    rollback: Rollback = "replay"  # of verify; a commit belongs to replay
 
 
 class Backend(Protocol):

@@ -14,7 +14,6 @@ import torch
 from ..backends.base import FusingBackend, Request
 from ..device import Device
 from ..dispatch import Choice
-from ..problem import Op
 from ..serving import (
     BackendWish,
     CoreInputs,
@@ -26,7 +25,7 @@ from ..serving import (
     Workspace,
     run_core,
 )
-from ..serving.backends import choose
+from ..serving.backends import LayerOp, choose
 from ..testing.tolerances import relative_error
 from .layer_inputs import (
     CPU_STEPS,
@@ -150,7 +149,7 @@ def _times(bounds: Mapping[str, Bound], device: torch.device, settings: Settings
     return {impl: Times.of(taken) for impl, taken in samples.items()}
 
 
-def _ours(inputs: StepInputs, choices: Mapping[Op, Choice], rollback: Rollback, fuse: bool = True) -> Bound:
+def _ours(inputs: StepInputs, choices: Mapping[LayerOp, Choice], rollback: Rollback, fuse: bool = True) -> Bound:
     step, device = inputs.step, inputs.x.device
     pool, slots = make_pool(inputs, rollback)
     limits = StepLimits(step.tokens, len(step.requests))

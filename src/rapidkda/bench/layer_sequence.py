@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import ops
 from ..dispatch import Choice
-from ..problem import Op
 from ..segments import Segments
+from ..serving.backends import LayerOp
 from .layer_inputs import EPS, Bound, StepInputs, fill_pool, make_pool
 
 
@@ -45,7 +45,7 @@ class _Part:
         return x, g, beta
 
 
-def reference_sequence(inputs: StepInputs, choices: Mapping[Op, Choice]) -> Bound:
+def reference_sequence(inputs: StepInputs, choices: Mapping[LayerOp, Choice]) -> Bound:
     """The sequence on a step. A pure step needs no gather and writes straight into the output."""
     kinds = [kind for kind, _ in inputs.step.requests]
     pool, slots = make_pool(inputs, "slots")
@@ -104,7 +104,7 @@ def reference_sequence(inputs: StepInputs, choices: Mapping[Op, Choice]) -> Boun
             state=state.recurrent,
             slots=drafts.slots,
             accepted=none,
-            backend=choices["verify"],
+            backend=choices["verify_slots"],
             **inputs.gate,
         )
 

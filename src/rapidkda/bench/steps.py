@@ -189,6 +189,7 @@ def _request(plan: Plan, inputs: Inputs) -> Request:
         inputs.v.shape[2],
         gate,
         grouped_values=value_heads > heads,
+        rollback="replay" if plan.replay else "slots",
     )
 
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -19,7 +20,7 @@ from .. import __version__
 from ..backends.base import Request
 from ..device import CPU, Device
 from ..dispatch import REGISTRY, decision_table
-from ..problem import OPS, GateKind
+from ..problem import OPS, ROLLBACKS, GateKind
 from .console import complaint, console, version_of
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers", "vllm", "matplotlib")
@@ -67,16 +68,27 @@ def _environment() -> dict[str, str]:
 
 
 def _decisions(device: Device) -> dict[str, Any]:
-    """Operator -> backend -> unmet requirements, for the dtype that this device serves in, with both gates."""
-    dtype = torch.float32 if device.vendor == "cpu" else torch.bfloat16
+    """Operator -> backend -> unmet requirements, for the dtype that this device serves in; prefill with both gates,
+    verify with both forms of rollback."""
     table: dict[str, Any] = {}
-    for gate in GATES:
-        ops = OPS if gate == GATES[0] else ("prefill",)
-        for op, backends in decision_table(Request("prefill", device, dtype, gate=gate), ops).items():
-            label = op if op != "prefill" else f"prefill, {gate} gate"
-            chosen = next((name for name in REGISTRY if not backends[name]), None)
-            table[label] = {"auto": chosen, "unmet": {name: list(unmet) for name, unmet in backends.items()}}
+    for label, request in _requests(device):
+        backends = decision_table(request, (request.op,))[request.op]
+        chosen = next((name for name in REGISTRY if not backends[name]), None)
+        table[label] = {"auto": chosen, "unmet": {name: list(unmet) for name, unmet in backends.items()}}
     return table
+
+
+def _requests(device: Device) -> Iterator[tuple[str, Request]]:
+    """What is asked of the backends, and how the table calls it."""
+    dtype = torch.float32 if device.vendor == "cpu" else torch.bfloat16
+    for op in OPS:
+        request = Request(op, device, dtype)
+        if op == "prefill":
+            yield from ((f"{op}, {gate} gate", replace(request, gate=gate)) for gate in GATES)
+        elif op == "verify":
+            yield from ((f"{op}, {rollback}", replace(request, rollback=rollback)) for rollback in ROLLBACKS)
+        else:
+            yield op, request
 
 
 def _advice(devices: dict[str, Device]) -> list[str]:

@@ -172,10 +172,12 @@ def _summarise(out: Console, engine: Engine, text: Text, params: SamplingParams,
     table = Table(show_header=False)
     for label, value in rows.items():
         table.add_row(label, value)
-    chosen = engine.backend_report()["backends"]
-    for op in ("prefill", "verify" if engine.config.max_drafts else "decode"):
-        table.add_row(f"{op} backend", f"{chosen[op]['name']} ({chosen[op]['reason']})")
-        for other, unmet in chosen[op]["passed_over"].items():
+    config, chosen = engine.config, engine.backend_report()["backends"]
+    verify = "verify_slots" if config.rollback == "slots" else "verify"
+    serving = {"prefill": "prefill", **({"verify": verify} if config.max_drafts else {"decode": "decode"})}
+    for op, choice in ((op, chosen[label]) for op, label in serving.items()):
+        table.add_row(f"{op} backend", f"{choice['name']} ({choice['reason']})")
+        for other, unmet in choice["passed_over"].items():
             table.add_row("", f"passed over {other}: {'; '.join(unmet)}")
     out.print(table)
 

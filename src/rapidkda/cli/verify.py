@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,8 @@ from rich.table import Table
 from ..backends.base import Request
 from ..device import Device
 from ..dispatch import REGISTRY, load, resolve
-from ..problem import OPS, GateKind, Op
-from ..testing.accuracy import Check, check_conv, check_norm, kda_checks
+from ..problem import OPS, ROLLBACKS, GateKind, Op
+from ..testing.accuracy import Check, check_conv, check_norm, kda_check
 from ..testing.regimes import REGIMES, Regime
 from ..testing.shapes import LARGE, SMALL, Shape, by_name
 from .console import UserError, captured_option, console, device_option, one_backend
@@ -85,7 +86,7 @@ def verify(
         raise typer.Exit(1)
 
 
-Job = tuple[Op, torch.dtype, Regime | None]  # operator, dtype, regime where it has one
+Job = tuple[Request, Regime | None]  # what to ask for, and the regime where the operator has one
 
 
 def _jobs(name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], regimes: list[Regime]) -> Iterator[Job]:
@@ -93,23 +94,22 @@ def _jobs(name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], regi
     for op in OPS:
         for dtype in dtypes:
             for regime in regimes if op in KDA_OPS else [None]:
-                if not load(name).unmet(Request(op, Device.of(device), dtype, gate=_gate(regime))):
-                    yield op, dtype, regime
+                for rollback in ROLLBACKS if op == "verify" else ROLLBACKS[:1]:
+                    request = Request(op, Device.of(device), dtype, gate=_gate(regime), rollback=rollback)
+                    if not load(name).unmet(request):
+                        yield request, regime
 
 
 def _run(name: str, job: Job, shape: Shape, device: torch.device, seed: int) -> list[Check]:
-    op, dtype, regime = job
-    if op == "conv":
-        return [check_conv(shape, dtype, device, name, seed)]
+    request, regime = job
+    if request.op == "conv":
+        return [check_conv(shape, request.dtype, device, name, seed)]
     if regime is None:
-        return [check_norm(shape, dtype, device, name, seed)]
+        return [check_norm(shape, request.dtype, device, name, seed)]
     grouped = shape.hv > shape.heads
-    request = Request(
-        op, Device.of(device), dtype, shape.key_dim, shape.value_dim, gate=_gate(regime), grouped_values=grouped
-    )
-    if load(name).unmet(request):
+    if load(name).unmet(replace(request, key_dim=shape.key_dim, value_dim=shape.value_dim, grouped_values=grouped)):
         return []  # this backend says that it does not take this shape
-    return [check(shape, regime, dtype, device, name, seed) for check in kda_checks(op)]
+    return [kda_check(request.op, request.rollback)(shape, regime, request.dtype, device, name, seed)]
 
 
 def _gate(regime: Regime | None) -> GateKind:

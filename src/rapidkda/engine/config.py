@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import checks
-from ..serving import BackendWish, Rollback, StepLimits
-from ..serving.config import ROLLBACKS
+from ..problem import ROLLBACKS, Rollback
+from ..serving import BackendWish, StepLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..problem import Rollback
 from ..serving import BackendWish, KDALayer, StatePool, StateShape, StepBatch, Workspace
-from ..serving.config import Rollback
 from .cache import AttentionCache
 from .families import KDA, family_of
 from .weights import adopt

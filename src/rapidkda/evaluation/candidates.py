@@ -13,7 +13,7 @@ from ..backends.base import Backend, Request
 from ..device import Device
 from ..dispatch import REGISTRY, guest, load, resolve
 from ..errors import BackendUnavailable
-from ..problem import GateKind
+from ..problem import ROLLBACKS, GateKind
 from ..serving import BackendWish
 from .operands import NarrowOperands
 
@@ -60,18 +60,23 @@ def reference() -> Candidate:
 def of_backend(name: str, comparison: Comparison, device: Device, gate: GateKind) -> Candidate:
     """A backend of the registry on a device.
 
-    A backend that has prefill only is completed by `auto`'s choice for decode and verify.
+    A backend that has not all of decode and verify is completed by the fastest one that has.
 
     Raises `BackendUnavailable` when it cannot run prefill of head dim 128 with this gate in bfloat16 here.
     """
     resolve(Request("prefill", device, gate=gate), name, "--backend")
-    decode = name
-    if any(load(name).unmet(Request(op, device, gate=gate)) for op in ("decode", "verify")):
-        decode = resolve(Request("verify", device, gate=gate)).name
+    decode = next(one for one in (name, *REGISTRY) if _decodes(one, device, gate))
     shown = name if decode == name else f"{name}+{decode}"
     if comparison == "model":
         return Candidate(shown, comparison, BackendWish(prefill=name, decode=decode))
     return Candidate(shown, comparison, NarrowOperands(f"{shown} on bf16", load(name), load(decode), load("torch")))
+
+
+def _decodes(name: str, device: Device, gate: GateKind) -> bool:
+    """Whether a backend has decode and verify, either form of it."""
+    asked = [Request("decode", device, gate=gate)]
+    asked += [Request("verify", device, gate=gate, rollback=rollback) for rollback in ROLLBACKS]
+    return not any(load(name).unmet(request) for request in asked)
 
 
 def runnable(device: Device, gate: GateKind) -> list[str]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import checks
 from ..engine.cache import AttentionCache
 from ..engine.model import PackedModel, Span
+from ..problem import Rollback
 from ..serving import BackendWish, StatePool, StepBatch, StepLimits, StepRequest, Workspace
-from ..serving.config import Rollback
 
 Kind = Literal["prefill", "decode", "verify"]
 KINDS: tuple[Kind, ...] = ("prefill", "decode", "verify")

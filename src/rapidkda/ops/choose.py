@@ -11,7 +11,7 @@ from .. import checks, env
 from ..backends.base import Backend, Request
 from ..device import Device
 from ..dispatch import AUTO, Choice, as_device, check_name, resolve_cached
-from ..problem import OPS, Op, Sizes, Tokens
+from ..problem import OPS, Op, Rollback, Sizes, Tokens
 from ..segments import Segments
 
 # A name, a choice made earlier, or None: the environment variable, else `auto`.
@@ -25,6 +25,7 @@ def choose(
     backend: BackendLike,
     checkpoints: bool = False,
     requires_grad: bool = False,
+    rollback: Rollback = "replay",
 ) -> Backend:
     """The backend for a KDA call on these tokens and this state pool."""
     request = Request(
@@ -43,6 +44,7 @@ def choose(
         raw_keys=tokens.l2norm,
         raw_beta=tokens.beta_logits,
         neg_eigval=tokens.beta_scale != 1.0,
+        rollback=rollback,
     )
     return resolved(request, backend, _variable(op))
 

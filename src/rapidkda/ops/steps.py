@@ -344,7 +344,8 @@ def verify(
         covered = bind.covers(segments, tokens.count)
         if out is not None:
             bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)
-        kind = kinds.keep(key, kinds.Kind(choose("verify", tokens, state, backend), terms, covered))
+        chosen = choose("verify", tokens, state, backend, rollback="slots" if records is None else "replay")
+        kind = kinds.keep(key, kinds.Kind(chosen, terms, covered))
     else:
         tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
         if out is not None:

@@ -11,9 +11,10 @@ Host-side order of a step: allocate slots, `StepBatch.fill`, every layer's forwa
 with the requests of the next step.
 """
 
+from ..problem import Rollback
 from .backends import BackendWish
 from .batch import StepBatch
-from .config import Rollback, StateShape, StepLimits
+from .config import StateShape, StepLimits
 from .core import CoreInputs, GatedNorm, run_core
 from .layer import Glm5NextLinearAttention, KDALayer
 from .plan import StepRequest

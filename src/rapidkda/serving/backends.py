@@ -6,15 +6,19 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .. import dispatch, env
 from ..backends.base import Request
 from ..dispatch import AUTO, Choice
 from ..errors import BackendUnavailable
-from ..problem import OPS, Op
+from ..problem import Op
 
 log = logging.getLogger("rapidkda")
+
+# A layer is built before the pool that says how drafts are undone, and backends need not have both forms of rollback:
+# "verify" is verification by replay, and commit.
+LayerOp = Literal["prefill", "decode", "verify", "verify_slots", "conv", "norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class BackendWish:
     additional_config: Mapping[str, Any] | None = None
 
 
-def choose(wish: BackendWish, request: Request) -> dict[Op, Choice]:
-    """One choice an operator, for layers whose calls look like `request`.
+def choose(wish: BackendWish, request: Request) -> dict[LayerOp, Choice]:
+    """One choice an operator and form of rollback, for layers whose calls look like `request`.
 
     The decode knob binds decode and verify; the convolution and the norm take the same backend where it has them and
     the fastest other one where it has not.
@@ -62,15 +66,22 @@ def choose(wish: BackendWish, request: Request) -> dict[Op, Choice]:
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(prefill: tuple[str, str], decode: tuple[str, str], request: Request) -> tuple[tuple[Op, Choice], ...]:
+def _choose(prefill: tuple[str, str], decode: tuple[str, str], request: Request) -> tuple[tuple[LayerOp, Choice], ...]:
     """Cached, so that a model of many layers logs its choice once."""
-    choices: list[tuple[Op, Choice]] = []
-    for op in OPS:
-        asked = replace(request, op=op, checkpoints=request.checkpoints and op == "prefill")
+    choices: list[tuple[LayerOp, Choice]] = []
+    label: LayerOp
+    for label in get_args(LayerOp):
+        op: Op = "verify" if label == "verify_slots" else label
+        asked = replace(
+            request,
+            op=op,
+            checkpoints=request.checkpoints and op == "prefill",
+            rollback="slots" if label == "verify_slots" else "replay",
+        )
         name, source = prefill if op == "prefill" else decode
         choice = (_follow if op in ("conv", "norm") else dispatch.resolve)(asked, name, source)
-        log.info("KDA %s on %s: %s", op, request.device, choice)
-        choices.append((op, choice))
+        log.info("KDA %s on %s: %s", label, request.device, choice)
+        choices.append((label, choice))
     return tuple(choices)
 
 

@@ -5,14 +5,11 @@ planned from.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from .. import checks
-
-Rollback = Literal["replay", "slots"]
-ROLLBACKS: tuple[Rollback, ...] = ("replay", "slots")
+from ..problem import ROLLBACKS, Rollback
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import ops
 from ..backends.base import FusingBackend
 from ..dispatch import Choice
-from ..problem import Op
 from ..segments import Segments
+from .backends import LayerOp
 from .batch import StepBatch
 from .pool import LayerState, StatePool
 from .tables import RowTable, VerifyTable
@@ -60,7 +60,7 @@ class CoreInputs:
 
 
 def run_core(
-    inputs: CoreInputs, batch: StepBatch, pool: StatePool, state: LayerState, choices: Mapping[Op, Choice]
+    inputs: CoreInputs, batch: StepBatch, pool: StatePool, state: LayerState, choices: Mapping[LayerOp, Choice]
 ) -> None:
     """Run the convolution, KDA and the norm of every table of the step. Raises as `rapidkda.ops` does."""
     tokens = _tokens(inputs, pool)
@@ -91,7 +91,7 @@ def run_core(
             slots=batch.verify.slots,
             accepted=batch.verify.accepted,
             records=state.records,
-            backend=choices["verify"],
+            backend=choices["verify_slots" if state.records is None else "verify"],
         )
     if not norms_apart:
         _norm(inputs, None, choices)
@@ -101,7 +101,7 @@ def run_core(
             _norm(inputs, rest.segments, choices)
 
 
-def _norm(inputs: CoreInputs, segments: Segments | None, choices: Mapping[Op, Choice]) -> None:
+def _norm(inputs: CoreInputs, segments: Segments | None, choices: Mapping[LayerOp, Choice]) -> None:
     """The gated norm of the rows of a table, or of all rows."""
     norm, out = inputs.norm, inputs.out
     if norm is not None:
@@ -114,7 +114,7 @@ def _prefill(
     table: RowTable,
     pool: StatePool,
     state: LayerState,
-    choices: Mapping[Op, Choice],
+    choices: Mapping[LayerOp, Choice],
     norms: bool,
 ) -> None:
     """Convolve prefills and run them; `norms`: and norm them."""
@@ -169,7 +169,7 @@ def _tokens(inputs: CoreInputs, pool: StatePool) -> dict[str, Any]:
 
 
 def _convolve(
-    inputs: CoreInputs, table: RowTable, pool: StatePool, state: LayerState, choices: Mapping[Op, Choice]
+    inputs: CoreInputs, table: RowTable, pool: StatePool, state: LayerState, choices: Mapping[LayerOp, Choice]
 ) -> None:
     """Convolve decodes."""
     ops.causal_conv(
@@ -188,7 +188,7 @@ def _convolve(
     )
 
 
-def _settle(table: RowTable, pool: StatePool, state: LayerState, choices: Mapping[Op, Choice]) -> None:
+def _settle(table: RowTable, pool: StatePool, state: LayerState, choices: Mapping[LayerOp, Choice]) -> None:
     """Fold the accepted records of requests that leave speculation into their states."""
     if table.settles and state.records is not None:
         ops.commit(
@@ -202,7 +202,7 @@ def _settle(table: RowTable, pool: StatePool, state: LayerState, choices: Mappin
 
 
 def _convolve_drafts(
-    inputs: CoreInputs, table: VerifyTable, pool: StatePool, state: LayerState, choices: Mapping[Op, Choice]
+    inputs: CoreInputs, table: VerifyTable, pool: StatePool, state: LayerState, choices: Mapping[LayerOp, Choice]
 ) -> None:
     """Convolve verifications and keep all of their inputs, so that the next step can go on after any token."""
     ops.causal_conv(

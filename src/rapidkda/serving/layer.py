@@ -19,11 +19,11 @@ from .. import __version__, checks, env
 from ..backends.base import Request
 from ..device import Device
 from ..dispatch import Choice
-from ..problem import Op
+from ..problem import Rollback
 from . import weights
-from .backends import BackendWish, choose
+from .backends import BackendWish, LayerOp, choose
 from .batch import StepBatch
-from .config import Rollback, StateShape
+from .config import StateShape
 from .core import CoreInputs, GatedNorm, run_core
 from .pool import LayerState, StatePool
 from .weights import WeightShape
@@ -101,7 +101,7 @@ class KDALayer(nn.Module):
             conv_dtype=dtype,
         )
         self.weight_shape = WeightShape(hidden_size, num_heads, head_dim, conv_width, tp_rank, tp_size)
-        self.choices: dict[Op, Choice] = choose(
+        self.choices: dict[LayerOp, Choice] = choose(
             backends or BackendWish(),
             Request(
                 op="prefill",

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .. import ops, reference
-from ..problem import Op
+from ..problem import Op, Rollback
 from ..segments import Segments
 from .inputs import Inputs, make_inputs
 from .regimes import Regime
@@ -86,7 +87,13 @@ def check_decode(
 
 
 def check_verify(
-    shape: Shape, regime: str | Regime, dtype: torch.dtype, device: torch.device, backend: str, seed: int, replay: bool
+    shape: Shape,
+    regime: str | Regime,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    seed: int,
+    rollback: Rollback,
 ) -> Check:
     """Two verify steps; the second starts from the tokens of the first that were accepted, 1 to 1 + k of each."""
     count, most = len(shape.seq_lens), 4
@@ -97,7 +104,7 @@ def check_verify(
     accepted = [1 + (n * 7 + seed) % length for n, length in enumerate(batch.seq_lens)]
     starts = [start for start, _ in first.spans]
     _, after = replace(first, segments=Segments.from_lengths(accepted, device, starts)).expected()
-    if replay:
+    if rollback == "replay":
         pool, slots = pool_of(first.states, seed)
         width = 2 * shape.key_dim + shape.value_dim
         records = torch.full((pool.shape[0], most, shape.hv, width), float("nan"), device=device)
@@ -128,8 +135,7 @@ def check_verify(
         got = pool[slots.long()]
     else:
         got = pool[slots[torch.arange(count, device=device), lengths - 1].long()]
-    form = "replay" if replay else "slots"
-    return _judge("verify", form, shape, regime, dtype, second, out, want, got, final)
+    return _judge("verify", rollback, shape, regime, dtype, second, out, want, got, final)
 
 
 def check_conv(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, seed: int) -> Check:
@@ -168,18 +174,13 @@ def check_norm(shape: Shape, dtype: torch.dtype, device: torch.device, backend: 
 KdaCheck = Callable[[Shape, str | Regime, torch.dtype, torch.device, str, int], Check]
 
 
-def kda_checks(op: Op) -> tuple[KdaCheck, ...]:
-    """The checks of a KDA operator, one for each of its forms."""
+def kda_check(op: Op, rollback: Rollback = "replay") -> KdaCheck:
+    """The check of a KDA operator; `rollback` is verify's."""
     if op == "prefill":
-        return (check_prefill,)
+        return check_prefill
     if op == "decode":
-        return (check_decode,)
-    return tuple(
-        lambda shape, regime, dtype, device, backend, seed, replay=replay: check_verify(
-            shape, regime, dtype, device, backend, seed, replay
-        )
-        for replay in (False, True)
-    )
+        return check_decode
+    return partial(check_verify, rollback=rollback)
 
 
 def _judge(

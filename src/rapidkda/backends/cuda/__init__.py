@@ -1,6 +1,7 @@
-"""CUDA C++ kernels for compute capability 9.0, compiled at run time: prefill, verification and commit.
-Decode, convolution and norm by themselves are bound by memory and launch, where the Triton kernels are as fast or
-faster; a prefill takes the convolution before it and the norm after it on where that is faster.
+"""CUDA C++ kernels for compute capability 9.0, compiled at run time: prefill, verification by replay, commit.
+Decode, verification with a slot a position, convolution and norm by themselves are bound by memory and launch, where
+the Triton kernels are as fast or faster; a prefill takes the convolution before it and the norm after it on where that
+is faster.
 
 Importing this folder needs none of the packages that the kernels are compiled and launched with.
 """
@@ -25,7 +26,7 @@ _PACKAGES = {"cuda.bindings": "cuda-bindings", "cuda.core": "cuda-core"}
 
 
 class CudaBackend:
-    """Prefill and verification on Hopper."""
+    """Prefill, verification by replay and commit on Hopper."""
 
     name = "cuda"
 
@@ -34,6 +35,8 @@ class CudaBackend:
         unmet = []
         if request.op not in OPERATORS:
             unmet.append(f"{request.op} has no kernel here, only {', '.join(OPERATORS)} (the triton backend serves it)")
+        elif request.op == "verify" and request.rollback != "replay":
+            unmet.append("verify with a slot a position has no kernel here, only replay (the triton backend serves it)")
         device = request.device
         if device.vendor != "nvidia" or device.capability != (9, 0):
             unmet.append(f"needs an NVIDIA GPU of compute capability 9.0, got {device}")

@@ -97,6 +97,7 @@ def plan(seam: LayerSeam, layer: Any, vllm_config: Any) -> Plan:
             value_dim=layer.head_dim,
             gate="softplus" if lower_bound is None else "bounded",
             state_dtype=state_dtype,
+            rollback="slots",  # of verify: vLLM keeps a state for each position
         )
         name, source = wish(variable=DECODE_BACKEND)
         return resolve(request, name, source)

@@ -74,7 +74,7 @@ DEVICE Request find_request(const StepParams& p, int n) {
     Request r;
     r.n = n;
     const i64 slot = load_index(p.slots, n * p.slot_stride, p.flags & kSlots64);
-    r.accepted = accepted_count(p, n, 0);
+    r.accepted = accepted_count(p, n);
     r.tokens = p.q ? segment_tokens(p, n) : Tokens{0, 0};
     r.slot = pool_row(p, slot);
     const bool idle = r.slot < 0 || (p.q ? r.tokens.count : r.accepted) == 0;

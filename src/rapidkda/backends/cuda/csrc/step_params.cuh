@@ -1,5 +1,5 @@
-// The one argument of the kernels of a step: verification, commit. Its host twin is host/step_params.py, which
-// packs the same fields in this order.
+// The one argument of verification and commit. Its host twin is host/step_params.py, which packs the same fields in this
+// order.
 #pragma once
 #include "scalar.cuh"
 
@@ -28,16 +28,16 @@ struct StepParams {
     const float* dt_bias;    // [HV, K] or null: 0
     u16* out;                // [T, HV, V] bf16
     void* pool;
-    float* records;          // [S, positions, HV, 2 K + V] or null: k | log decay | correction
+    float* records;          // [S, positions, HV, 2 K + V]: k | log decay | correction
     const int* first_token;  // [N]
     const int* length;       // [N]
-    const void* slots;       // [N], or [N, positions] of verification with a slot for each
+    const void* slots;       // [N]
     const void* accepted;    // [N]
     i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride;  // all strides count elements
     i64 v_token_stride, v_head_stride, g_token_stride, g_head_stride;
     i64 beta_token_stride, beta_head_stride, out_token_stride, out_head_stride;
     i64 pool_stride, record_stride, record_position_stride;  // between slots; between slots, and positions
-    i64 first_stride, length_stride, slot_stride, position_stride, accepted_stride;
+    i64 first_stride, length_stride, slot_stride, accepted_stride;
     int tokens, segments, value_heads, group;  // group: value heads a query head
     int pool_rows, pad_slot, positions;        // positions: 1 + k_max
     u32 flags;
@@ -45,4 +45,4 @@ struct StepParams {
     int reserved;
 };
 
-static_assert(sizeof(StepParams) == 320, "host/step_params.py packs this layout");
+static_assert(sizeof(StepParams) == 312, "host/step_params.py packs this layout");

@@ -1,4 +1,4 @@
-// What the kernels of a step share: tables, rows of inputs, states between pool, ring and registers, sums over lanes.
+// What replay.cu works with: tables, rows of inputs, states between pool, ring and registers, sums over lanes.
 //
 // A row of 128 channels lies across a warp: lane l has channels 4 l to 4 l + 3.
 #pragma once
@@ -28,10 +28,10 @@ DEVICE Tokens segment_tokens(const StepParams& p, int n) {
     return Tokens{first, min(min(max(p.length[n * p.length_stride], 0), p.positions), p.tokens - first)};
 }
 
-// How many records or positions of a segment's last verification count.
-DEVICE int accepted_count(const StepParams& p, int n, int least) {
+// How many records of a segment's last verification count.
+DEVICE int accepted_count(const StepParams& p, int n) {
     const i64 count = load_index(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
-    return static_cast<int>(count < least ? least : count > p.positions ? p.positions : count);
+    return static_cast<int>(count < 0 ? 0 : count > p.positions ? p.positions : count);
 }
 
 // Four neighbouring elements.
@@ -53,20 +53,11 @@ DEVICE void store_four(float* base, i64 at, Quad x, bool vectors) {
 
 DEVICE Quad operator*(Quad x, Quad y) { return Quad{x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w}; }
 DEVICE Quad operator*(Quad x, float y) { return Quad{x.x * y, x.y * y, x.z * y, x.w * y}; }
-DEVICE Quad fma(Quad x, float y, Quad z) {
-    return Quad{fmaf(x.x, y, z.x), fmaf(x.y, y, z.y), fmaf(x.z, y, z.z), fmaf(x.w, y, z.w)};
-}
 DEVICE float dot(Quad x, Quad y) { return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, x.w * y.w))); }
 DEVICE Quad natural_exp(Quad x) {
     return Quad{natural_exp(x.x), natural_exp(x.y), natural_exp(x.z), natural_exp(x.w)};
 }
 
-// Sums over the warp: the same in every lane.
-DEVICE float warp_sum(float x) {
-#pragma unroll
-    for (int bit = 0; bit < 5; bit++) x += __shfl_xor_sync(kAllLanes, x, 1 << bit);
-    return x;
-}
 // Half of the sums that a lane has in part go to the lane 2 kHalf away, which sends it its share of the others.
 template <int kHalf>
 DEVICE void share_sums(float* x, int lane) {
@@ -87,18 +78,6 @@ DEVICE float sixteen_sums(float* x, int lane) {
 }
 
 // Rows of a token and a head.
-DEVICE Quad load_key(const StepParams& p, i64 token, int head, int lane) {
-    return load_four(p.k, token * p.k_token_stride + head / p.group * p.k_head_stride + 4 * lane, false,
-                     p.flags & kVectorInputs);
-}
-DEVICE Quad load_query(const StepParams& p, i64 token, int head, int lane) {
-    return load_four(p.q, token * p.q_token_stride + head / p.group * p.q_head_stride + 4 * lane, false,
-                     p.flags & kVectorInputs);
-}
-DEVICE Quad load_gate(const StepParams& p, i64 token, int head, int lane) {
-    return load_four(p.g, token * p.g_token_stride + head * p.g_head_stride + 4 * lane, p.flags & kGateFloat,
-                     p.flags & kVectorInputs);
-}
 DEVICE float load_value(const StepParams& p, i64 token, int head, int row) {
     return load_bf16(p.v + token * p.v_token_stride + head * p.v_head_stride + row);
 }
@@ -142,12 +121,8 @@ struct States {
         if (p.flags & kVectorStates) {
             const char* from = static_cast<const char*>(p.pool) + (offset + row * 128) * (kFloat ? 4 : 2);
             if (lane == 0) barrier_expect(bar, rows * kRowBytes);
-            if (pitch == kRowBytes) {
-                if (lane == 0) copy_bytes(to, from, rows * kRowBytes, bar);
-            } else {
-                __syncwarp();
-                if (lane < rows) copy_bytes(to + lane * pitch, from + lane * kRowBytes, kRowBytes, bar);
-            }
+            __syncwarp();
+            if (lane < rows) copy_bytes(to + lane * pitch, from + lane * kRowBytes, kRowBytes, bar);
             return;
         }
         const Steps step = pool_steps(p);

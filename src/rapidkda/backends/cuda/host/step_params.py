@@ -1,4 +1,4 @@
-"""The one parameter of the kernels of a step, packed as `struct StepParams` of csrc/step_params.cuh lies in memory.
+"""The one parameter of verification and commit, packed as `struct StepParams` of csrc/step_params.cuh lies in memory.
 
 Addresses differ from call to call and come first; what follows is shared by calls of a kind.
 """
@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SIZE = 320  # sizeof(StepParams)
+SIZE = 312  # sizeof(StepParams)
 
 
 class Flags:
@@ -69,7 +69,6 @@ class Constants(NamedTuple):
     first_stride: int = 0
     length_stride: int = 0
     slot_stride: int = 0
-    position_stride: int = 0
     accepted_stride: int = 0
     tokens: int = 0
     segments: int = 0
@@ -85,7 +84,7 @@ class Constants(NamedTuple):
     reserved: int = 0
 
 
-_CONSTANTS = struct.Struct("<20q7iI3fi")
+_CONSTANTS = struct.Struct("<19q7iI3fi")
 
 
 def addresses(present: Sequence[bool]) -> struct.Struct:

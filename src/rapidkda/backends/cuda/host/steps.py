@@ -1,10 +1,8 @@
-"""Launches of a step's kernels: csrc/slots.cu (verification with a slot a position) and csrc/replay.cu (verification by
-replay, commit)."""
+"""Launches of csrc/replay.cu: verification by replay, and commit."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 from torch import Tensor
@@ -29,14 +27,8 @@ _address = Tensor.data_ptr
 
 
 @functools.cache
-def slots_kernel(state_float: bool) -> KernelSource:
-    """Verification with a slot a position."""
-    return KernelSource("slots.cu", "slots", (("KDA_STATE_FLOAT", str(state_float).lower()),))
-
-
-@functools.cache
 def replay_kernel(state_float: bool, tokens: int) -> KernelSource:
-    """Verification by replay, and commit, in chunks of `tokens`."""
+    """The kernel that takes `tokens` at once."""
     return KernelSource(
         "replay.cu", "replay", (("KDA_STATE_FLOAT", str(state_float).lower()), ("KDA_TOKENS", str(tokens)))
     )
@@ -44,21 +36,19 @@ def replay_kernel(state_float: bool, tokens: int) -> KernelSource:
 
 def kernels() -> list[KernelSource]:
     """Every kernel that a step can need."""
-    either = (True, False)
-    return [*map(slots_kernel, either), *itertools.starmap(replay_kernel, itertools.product(either, CHUNKS))]
+    return [replay_kernel(state_float, tokens) for state_float in (True, False) for tokens in CHUNKS]
 
 
 def verify(call: VerifyCall) -> None:
-    """`Backend.verify`, both forms."""
+    """`Backend.verify`; `unmet` leaves replay."""
     if call.segments.count > 0 and call.tokens.count > 0:
         tensors = (*_inputs(call), call.records, *_tables(call), call.slots, call.accepted)
         prepared = call.memo.get("cuda")
         if prepared is None:
             if call.records is None:
-                kernel = slots_kernel(_wide(call))
-            else:
-                kernel = replay_kernel(_wide(call), _chunk(call.records))
-            prepared = call.memo["cuda"] = Prepared(tensors, kernel, _constants(call))
+                raise NotImplementedError("the cuda backend has no kernel for a slot a position; unmet() says so")
+            constants = _constants(call, call.records)
+            prepared = call.memo["cuda"] = Prepared(tensors, _kernel(call.pool, call.records), constants)
         prepared(tensors)
 
 
@@ -68,8 +58,8 @@ def commit(call: CommitCall) -> None:
         tensors = (*[None] * 8, call.pool, call.records, None, None, call.slots, call.accepted)
         prepared = call.memo.get("cuda")
         if prepared is None:
-            kernel = replay_kernel(_wide(call), _chunk(call.records))
-            prepared = call.memo["cuda"] = Prepared(tensors, kernel, _state_constants(call))
+            constants = _state_constants(call, call.records)
+            prepared = call.memo["cuda"] = Prepared(tensors, _kernel(call.pool, call.records), constants)
         prepared(tensors)
 
 
@@ -132,12 +122,10 @@ class Prepared:
         return Launches(self._device, [shape], step_params.pack(constants), (0,), step_params.addresses(self._present))
 
 
-def _chunk(records: Tensor) -> int:
-    return next((size for size in CHUNKS if records.shape[1] <= size), CHUNKS[-1])
-
-
-def _wide(call: VerifyCall | CommitCall) -> bool:
-    return call.pool.dtype is torch.float32
+def _kernel(pool: Tensor, records: Tensor) -> KernelSource:
+    """That of the smallest chunk that holds all positions, or of the largest."""
+    tokens = next((size for size in CHUNKS if records.shape[1] <= size), CHUNKS[-1])
+    return replay_kernel(pool.dtype is torch.float32, tokens)
 
 
 def _inputs(call: VerifyCall) -> tuple[Tensor | None, ...]:
@@ -150,7 +138,7 @@ def _tables(call: VerifyCall) -> tuple[Tensor, Tensor]:
     return call.segments.first_token, call.segments.length
 
 
-def _constants(call: VerifyCall) -> Constants:
+def _constants(call: VerifyCall, records: Tensor) -> Constants:
     tokens, gate, beta, out = call.tokens, call.tokens.gate, call.tokens.beta, call.out
     flags = {
         Flags.BETA_FLOAT: beta.dtype is torch.float32,
@@ -160,7 +148,7 @@ def _constants(call: VerifyCall) -> Constants:
         Flags.BOUNDED_GATE: gate.kind == "bounded",
         Flags.SOFTPLUS_GATE: gate.kind == "softplus",
     }
-    state = _state_constants(call)
+    state = _state_constants(call, records)
     return state._replace(
         q_token_stride=tokens.q.stride(0),
         q_head_stride=tokens.q.stride(1),
@@ -185,9 +173,9 @@ def _constants(call: VerifyCall) -> Constants:
     )
 
 
-def _state_constants(call: VerifyCall | CommitCall) -> Constants:
+def _state_constants(call: VerifyCall | CommitCall, records: Tensor) -> Constants:
     """Those of states, slots and records: all that a commit has."""
-    slots, accepted, records = call.slots, call.accepted, call.records
+    slots, accepted = call.slots, call.accepted
     flags = {
         Flags.STATE_V_FIRST: call.state_v_first,
         Flags.SLOTS_64: slots.dtype is torch.int64,
@@ -195,15 +183,14 @@ def _state_constants(call: VerifyCall | CommitCall) -> Constants:
     }
     return Constants(
         pool_stride=call.pool.stride(0),
-        record_stride=0 if records is None else records.stride(0),
-        record_position_stride=0 if records is None else records.stride(1),
+        record_stride=records.stride(0),
+        record_position_stride=records.stride(1),
         slot_stride=slots.stride(0),
-        position_stride=slots.stride(1) if slots.ndim == 2 else 0,
         accepted_stride=accepted.stride(0),
         segments=slots.shape[0],
         value_heads=call.pool.shape[1],
         pool_rows=call.pool.shape[0],
         pad_slot=call.pad_slot,
-        positions=slots.shape[1] if records is None else records.shape[1],
+        positions=records.shape[1],
         flags=sum(bit for bit, on in flags.items() if on),
     )
