@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from rapidkda import (
 from rapidkda.backends import cuda, flashkda, triton
 from rapidkda.device import CPU, Device
 from rapidkda.dispatch import REGISTRY, decision_table, resolve
+from rapidkda.ops import kinds
 from rapidkda.problem import OPS, GateKind
 
 
@@ -144,6 +147,17 @@ def test_auto_is_total(device: Device, op: str, installed: bool) -> None:
         table = decision_table(request, (op,))[op]  # type: ignore[index,arg-type]
         assert table[choice.name] == ()
         assert {name: unmet for name, unmet in table.items() if name in choice.passed_over} == choice.passed_over
+
+
+def test_forms_of_rollback_have_backends_of_their_own(installed: bool) -> None:
+    """The cuda backend has replay only."""
+    for rollback, fastest in (("replay", "cuda"), ("slots", "triton")):
+        request = Request("verify", DEVICES["9.0"], rollback=rollback)
+        assert resolve(request).name == (fastest if installed else "torch")
+    (reason,) = (line for line in dispatch.load("cuda").unmet(request) if "a slot a position" in line)
+    assert not any("a slot a position" in line for line in dispatch.load("cuda").unmet(replace(request, op="decode")))
+    with pytest.raises(BackendUnavailable, match=r"cannot run verify here(.|\n)*" + re.escape(reason)):
+        resolve(request, "cuda", "argument")
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -297,6 +311,21 @@ def test_decode_has_the_same_kind_of_knob(op: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAPIDKDA_DECODE_BACKEND", "fastest")
     with pytest.raises(ValueError, match="RAPIDKDA_DECODE_BACKEND must be one of"):
         calls[op]()
+
+
+def test_a_verification_says_how_its_drafts_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+    torch_backend = dispatch.load("torch")
+    monkeypatch.setattr(torch_backend, "unmet", lambda request: asked.append(request) or [], raising=False)
+    dispatch.resolve_cached.cache_clear()
+    kinds.forget()
+    x, state, one = torch.zeros(1, 2, 16), torch.zeros(3, 2, 16, 16), rapidkda.Segments.equal(1, 1)
+    records, slots, accepted = torch.zeros(3, 1, 2, 48), torch.tensor([1]), torch.tensor([0])
+    given = {"segments": one, "state": state, "accepted": accepted, "lower_bound": -1.0, "backend": "torch"}
+    rapidkda.verify(x, x, x, x, x[..., 0], slots=slots[:, None], **given)
+    rapidkda.verify(x, x, x, x, x[..., 0], slots=slots, records=records, **given)
+    rapidkda.commit(state=state, records=records, slots=slots, accepted=accepted, backend="torch")
+    assert [request.rollback for request in asked] == ["slots", "replay", "replay"]
 
 
 def test_a_choice_made_earlier_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def state_layout(target: Target, tokens: int, dims: tuple[int, int], v_first: bo
     check_run(run_prefill(target, inputs, v_first=v_first), inputs, target.case_bar())
 
 
-@case("B27", op=("prefill", "decode", "verify"), v_first=(True, False))
+@case("B27", op=("prefill", "decode", "slots", "replay"), v_first=(True, False))
 def one_entry_of_the_state(target: Target, op: str, v_first: bool) -> None:
     """One entry (key 3, value 5) set: query 3 must read value 5, and nothing else."""
     inputs = activated([1], 0.0, heads=1, dtype=target.dtype, device=target.device)
@@ -34,18 +34,14 @@ def one_entry_of_the_state(target: Target, op: str, v_first: bool) -> None:
     pool = StatePool(target, 4, inputs, v_first=v_first)
     pool.view[2] = 0.0
     pool.view[(2, 0, 5, 3) if v_first else (2, 0, 3, 5)] = 1.0
-    options = {"state": pool.view, "state_v_first": v_first}
-    if op == "verify":
-        out = target.verify(inputs, slots=target.index([[2]]), accepted=target.index([1]), **options)
-    else:
-        out = (target.prefill if op == "prefill" else target.decode)(inputs, slots=target.index([2]), **options)
+    out = target.advance(op, inputs, state=pool.view, slots=target.index([2]), state_v_first=v_first)
     want = torch.zeros_like(out)
     want[0, 0, 5] = 1.0
     if not torch.equal(out, want):
         fail(f"out must be the unit vector 5, its largest entry is {int(out.abs().argmax())}")
 
 
-@case("B29", op=("prefill", "decode", "verify"))
+@case("B29", op=("prefill", "decode", "slots", "replay"))
 def inputs_are_not_written(target: Target, op: str) -> None:
     """Called twice with the same tensors: inputs keep their bits and the results are bit-equal."""
     lens = [target.tokens(40), 17] if op == "prefill" else [1, 1]
@@ -55,13 +51,7 @@ def inputs_are_not_written(target: Target, op: str) -> None:
     for _ in range(2):
         pool = StatePool(target, 5, inputs)
         pool.put_states([3, 1], inputs.states)
-        if op == "verify":
-            slots, accepted = target.index([[3], [1]]), target.index([1, 1])
-            out = target.verify(inputs, state=pool.view, slots=slots, accepted=accepted)
-        else:
-            out = (target.prefill if op == "prefill" else target.decode)(
-                inputs, state=pool.view, slots=target.index([3, 1])
-            )
+        out = target.advance(op, inputs, state=pool.view, slots=target.index([3, 1]))
         results.append((out, pool.storage))
     for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"):
         same_bits(f"input {name}", getattr(inputs, name), getattr(before, name))

@@ -87,18 +87,14 @@ def gate_below_every_bound(target: Target, log_decay: float) -> None:
     check_run(run_prefill(target, inputs), inputs, target.case_bar())
 
 
-@case("B05", log_decay=(-20.0, -300.0), op=("decode", "verify"))
+@case("B05", log_decay=(-20.0, -300.0), op=("decode", "slots", "replay"))
 def gate_below_every_bound_in_one_step(target: Target, log_decay: float, op: str) -> None:
     """The same for one step from a filled state: what is forgotten is gone, nothing overflows."""
     inputs = activated([1, 1], log_decay, dtype=target.dtype, device=target.device)
     inputs.g[1, :, ::2] = WEAK
     pool = StatePool(target, 6, inputs)
     pool.put_states([3, 1], inputs.states)
-    if op == "decode":
-        out = target.decode(inputs, state=pool.view, slots=target.index([3, 1]))
-    else:
-        slots, accepted = target.index([3, 1])[:, None], target.index([0, 0])
-        out = target.verify(inputs, state=pool.view, slots=slots, accepted=accepted)
+    out = target.advance(op, inputs, state=pool.view, slots=target.index([3, 1]))
     want_out, want = inputs.expected()
     within("outputs", worst_output_error(out, want_out, inputs.spans), target.case_bar().out)
     within("states", worst_state_error(pool.states([3, 1]), want), target.case_bar().state)
@@ -151,7 +147,7 @@ def absent_gate_parameters(target: Target) -> None:
     check_run(run_prefill(target, inputs), inputs, target.case_bar())
 
 
-@case("B11", op=("prefill", "decode", "verify"), logit_of=(0.001, 0.5, 0.731))
+@case("B11", op=("prefill", "decode", "slots", "replay"), logit_of=(0.001, 0.5, 0.731))
 def write_strength(target: Target, op: str, logit_of: float) -> None:
     """One write of known strength: float32 logits stay float32, and the sigmoid is applied exactly once."""
     inputs = activated([1], 0.0, heads=1, dtype=target.dtype, device=target.device)
@@ -163,12 +159,7 @@ def write_strength(target: Target, op: str, logit_of: float) -> None:
     pool = StatePool(target, 4, inputs)
     pool.view[2] = 0.0
     pool.view[2, 0, :, 0] = 1.0  # V-first: key row 0 holds ones
-    if op == "prefill":
-        out = target.prefill(inputs, state=pool.view, slots=target.index([2]))
-    elif op == "decode":
-        out = target.decode(inputs, state=pool.view, slots=target.index([2]))
-    else:
-        out = target.verify(inputs, state=pool.view, slots=target.index([[2]]), accepted=target.index([1]))
+    out = target.advance(op, inputs, state=pool.view, slots=target.index([2]))
     worst = float((out.double() - logit_of).abs().max()) / logit_of
     within(f"what is left of the state after a write of strength {1 - logit_of}", worst, 0.01)
 

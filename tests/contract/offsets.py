@@ -44,7 +44,7 @@ def token_offsets(target: Target) -> None:
     same_bits("outputs", out, want)
 
 
-@case("B39", op=("prefill", "decode", "verify", "checkpoint"))
+@case("B39", op=("prefill", "decode", "slots", "replay", "checkpoint"))
 def slot_offsets(target: Target, op: str) -> None:
     """A pool whose slot 2 lies past 2^31 elements, with int32 slots: the bits of a packed pool."""
     inputs = small_inputs(target, 40 if op in ("prefill", "checkpoint") else 1)
@@ -55,13 +55,8 @@ def slot_offsets(target: Target, op: str) -> None:
         memory = wide(target, 3, SLOT_STRIDE if far else size)
         pool = memory[:, :size].unflatten(1, shape)
         pool[0], pool[1], pool[2] = 1000.0, 1001.0, inputs.states[0].bfloat16()
-        slots = target.index([2])
-        if op == "verify":
-            out = target.verify(inputs, state=pool, slots=slots[:, None], accepted=target.index([1]))
-        elif op == "decode":
-            out = target.decode(inputs, state=pool, slots=slots)
-        elif op == "prefill":
-            out = target.prefill(inputs, state=pool, slots=slots)
+        if op != "checkpoint":
+            out = target.advance(op, inputs, state=pool, slots=target.index([2]))
         else:
             table = Checkpoints.build([(0, 32, 2)], 1, target.device)
             out = target.prefill(inputs, checkpoints=table, checkpoint_pool=pool)

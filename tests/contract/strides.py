@@ -97,7 +97,7 @@ def strided_lengths_states_and_gate(target: Target) -> None:
     within("final states", worst_state_error(final, want), limit.state)
 
 
-@case("B46", op=("prefill", "decode", "verify"))
+@case("B46", op=("prefill", "decode", "slots", "replay"))
 def padded_pool_is_updated_in_place(target: Target, op: str) -> None:
     """Slots [5, 2, 7] of a pool whose slot stride is padded: the caller's memory changes there and only there."""
     slots = [5, 2, 7]
@@ -109,12 +109,7 @@ def padded_pool_is_updated_in_place(target: Target, op: str) -> None:
     dense = padded.view.clone()
     results = []
     for state in (padded.view, dense):
-        if op == "verify":
-            table, accepted = target.index(slots)[:, None], target.index([1, 1, 1])
-            results.append(target.verify(inputs, state=state, slots=table, accepted=accepted))
-        else:
-            run = target.prefill if op == "prefill" else target.decode
-            results.append(run(inputs, state=state, slots=target.index(slots)))
+        results.append(target.advance(op, inputs, state=state, slots=target.index(slots)))
     want_out, want = inputs.expected()
     limit = target.case_bar()
     within("outputs", worst_output_error(results[0], want_out, inputs.spans), limit.out)

@@ -147,7 +147,7 @@ def tokens_of_no_segment(target: Target) -> None:
     same_bits("covered rows", own[covered.to(own.device)], run.out[covered.to(own.device)])
 
 
-@case("B61-B62", marker=(-1, 0, 77), op=("prefill", "decode", "verify"))
+@case("B61-B62", marker=(-1, 0, 77), op=("prefill", "decode", "slots", "replay"))
 def padding_rows(target: Target, marker: int, op: str) -> None:
     """Padding rows touch no state and their outputs are exactly zero, whatever the marker and the inputs are.
 
@@ -163,11 +163,7 @@ def padding_rows(target: Target, marker: int, op: str) -> None:
     for operand in (inputs.q, inputs.k, inputs.v):
         operand[padding] = float("nan")
     out = torch.full(inputs.v.shape, float("nan"), dtype=inputs.v.dtype, device=target.device)
-    options = {"state": pool.view, "out": out, "pad_slot": marker}
-    if op == "verify":
-        target.verify(inputs, slots=target.index(slots)[:, None], accepted=target.index([0] * 8), **options)
-    else:
-        (target.prefill if op == "prefill" else target.decode)(inputs, slots=target.index(slots), **options)
+    target.advance(op, inputs, state=pool.view, slots=target.index(slots), out=out, pad_slot=marker)
     all_zero("outputs of padding rows", out[padding])
     want_out, want_states = inputs.expected(sequences=rows)
     limit = target.case_bar()

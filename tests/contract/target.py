@@ -59,6 +59,22 @@ class Target:
     def commit(self, **options: Any) -> None:
         ops.commit(backend=self.name, **options)
 
+    def advance(self, op: str, inputs: Inputs, *, state: Tensor, slots: Tensor, **options: Any) -> Tensor:
+        """States that go on in their slots: by prefill, by decode, or by a verification of one token each, with a slot
+        a position ("slots") or by replay and a commit of what it left ("replay")."""
+        if op in ("prefill", "decode"):
+            run = self.prefill if op == "prefill" else self.decode
+            return run(inputs, state=state, slots=slots, **options)
+        none = torch.zeros_like(slots)
+        if op == "slots":
+            return self.verify(inputs, state=state, slots=slots[:, None], accepted=none, **options)
+        size = (state.shape[0], 1, inputs.v.shape[1], 2 * inputs.q.shape[2] + inputs.v.shape[2])
+        records = torch.full(size, float("nan"), device=self.device)
+        out = self.verify(inputs, state=state, slots=slots, accepted=none, records=records, **options)
+        layout = {name: options[name] for name in ("state_v_first", "pad_slot") if name in options}
+        self.commit(state=state, records=records, slots=slots, accepted=none + 1, **layout)
+        return out
+
     def chunk_kda(self, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:
         batched = [x[None] for x in inputs.operands()]
         return ops.chunk_kda(*batched, **{**inputs.options(), **options}, backend=self.name)

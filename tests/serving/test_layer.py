@@ -259,7 +259,7 @@ def test_half_precision_layer_stays_near_the_reference(dtype: torch.dtype, state
 def test_the_report_says_what_serves_and_why() -> None:
     report = make_layer().backend_report()
     assert report["version"] == rapidkda.__version__
-    assert set(report["backends"]) == {"prefill", "decode", "verify", "conv", "norm"}
+    assert set(report["backends"]) == {"prefill", "decode", "verify", "verify_slots", "conv", "norm"}
     assert report["backends"]["prefill"]["name"] == WISH.prefill
     assert "asked for" in report["backends"]["prefill"]["reason"]
 

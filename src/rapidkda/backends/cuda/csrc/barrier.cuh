@@ -50,17 +50,26 @@ DEVICE void barrier_expect_remote(u32 bar, u32 rank, int bytes) {
 
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// The same where nobody only arrives. racecheck takes note of a warp's passage after the fact: the other warp's first
-// reads may come before the note. A second barrier in a build for it lets no race through that one would not, since
-// nothing is accessed between the two.
+// Arrive without waiting for the others.
+DEVICE void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// racecheck takes note of a warp's passage after the fact: the other warp's first reads may come before the note. A
+// second barrier in a build for it lets no race through that one would not, since nothing is accessed between the two.
+// Where nobody only arrives:
 DEVICE void meet(int id, int threads) {
     named_barrier(id, threads);
     if (KDA_EVERY_LANE_ARRIVES) named_barrier(id, threads);
 }
-
-// Arrive without waiting for the others.
-DEVICE void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory");
+// Where some only arrive, who could be a turn ahead of the others at the second one: that has a number of its own.
+DEVICE void hand_over(int id, int second, int threads) {
+    named_barrier_arrive(id, threads);
+    if (KDA_EVERY_LANE_ARRIVES) named_barrier_arrive(second, threads);
+}
+DEVICE void take_over(int id, int second, int threads) {
+    named_barrier(id, threads);
+    if (KDA_EVERY_LANE_ARRIVES) named_barrier(second, threads);
 }
 
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }

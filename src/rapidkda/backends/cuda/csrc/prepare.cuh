@@ -144,6 +144,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
     // Named barriers of this group.
     const int exchange = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
+    const int chunk_noted = (1 + 3 * C::kGroups + group) % 16;  // the last one is __syncthreads', which is over
 
     auto load_raw = [&](int i, int lane) {  // one thread, or those that arrive
         const int slot = (base + i) / kCtas % C::kSlots, token = w.first_token + i * kChunk;
@@ -258,10 +259,10 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         if (arrives(lane)) barrier_arrive(full);
         if (!solver) {
             take_beta(i + kStep, lane);
-            named_barrier_arrive(chunk_done, 64);
+            hand_over(chunk_done, chunk_noted, 64);
             continue;
         }
-        named_barrier(chunk_done, 64);
+        take_over(chunk_done, chunk_noted, 64);
         if constexpr (C::kCluster)
             if (lane == 0) {
                 copy_to_peer(stage, rank ^ 1, Stage::prepared, full);

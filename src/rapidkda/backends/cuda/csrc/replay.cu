@@ -479,7 +479,7 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
             if (turn.tokens > 0)
                 finish_tokens(p, request, turn, head, row, tables, sums, inputs.values, g, c);
             __syncwarp();  // all of the tables is read, and new corrections are there for the next turn
-            if (lane == 0) barrier_arrive(shared + kUsed + 8 * set);
+            if (arrives(lane)) barrier_arrive(shared + kUsed + 8 * set);
         }
         maker = maker + 1 == kMakers ? 0 : maker + 1;
         set = maker % kSets;
@@ -521,7 +521,7 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
             wait_for_uses(uses, uses.begun, used);
             last = ++uses.begun;
             __syncwarp();
-            if (lane == 0) barrier_arrive(shared + kMade + 8 * set);
+            if (arrives(lane)) barrier_arrive(shared + kMade + 8 * set);
         }
     }
 }
@@ -531,10 +531,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
     const int lane = threadIdx.x & 31, warp = __shfl_sync(kAllLanes, threadIdx.x >> 5, 0);
     const u32 shared = (shared_address(dynamic_shared) + 127) & ~127u;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kConsumers * kStages; i++) barrier_init(shared + kBarriers + 8 * i, 1);
+        for (int i = 0; i < kConsumers * kStages; i++) barrier_init(shared + kBarriers + 8 * i, kWarpArrivals);
         for (int i = 0; i < kSets; i++) {
-            barrier_init(shared + kMade + 8 * i, 1);
-            barrier_init(shared + kUsed + 8 * i, kConsumers);
+            barrier_init(shared + kMade + 8 * i, kWarpArrivals);
+            barrier_init(shared + kUsed + 8 * i, kConsumers * kWarpArrivals);
         }
         barrier_init_fence();
     }

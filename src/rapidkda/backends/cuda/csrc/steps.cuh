@@ -115,12 +115,15 @@ template <bool kFloat>
 struct States {
     static constexpr int kRowBytes = 128 * (kFloat ? 4 : 2);
 
-    // Brings `rows` rows from `row` on into shared memory, `pitch` bytes apart; completes on `bar`, which expects one
-    // arrival. One warp. Without kVectorStates the copy engine cannot read them, and the warp itself does.
+    // Brings `rows` rows from `row` on into shared memory, `pitch` bytes apart; completes on `bar`, which expects a
+    // warp's arrivals. One warp. Without kVectorStates the copy engine cannot read them, and the warp itself does.
     DEVICE static void fetch(const StepParams& p, u32 to, int pitch, i64 offset, int row, int rows, u32 bar, int lane) {
         if (p.flags & kVectorStates) {
             const char* from = static_cast<const char*>(p.pool) + (offset + row * 128) * (kFloat ? 4 : 2);
-            if (lane == 0) barrier_expect(bar, rows * kRowBytes);
+            if (lane == 0)
+                barrier_expect(bar, rows * kRowBytes);
+            else if (arrives(lane))
+                barrier_arrive(bar);
             __syncwarp();
             if (lane < rows) copy_bytes(to + lane * pitch, from + lane * kRowBytes, kRowBytes, bar);
             return;
@@ -139,7 +142,7 @@ struct States {
                 store_shared_words2(to + r * pitch + 8 * lane, pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bar);
+        if (arrives(lane)) barrier_arrive(bar);
     }
 
     // Channels 4 n to 4 n + 3 of a row in shared memory.

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from .... import env
 from ....problem import CommitCall, VerifyCall
 from ...driver import Launches, Shape
 from .. import compiler
@@ -29,9 +30,10 @@ _address = Tensor.data_ptr
 @functools.cache
 def replay_kernel(state_float: bool, tokens: int) -> KernelSource:
     """The kernel that takes `tokens` at once."""
-    return KernelSource(
-        "replay.cu", "replay", (("KDA_STATE_FLOAT", str(state_float).lower()), ("KDA_TOKENS", str(tokens)))
-    )
+    macros = {"KDA_STATE_FLOAT": str(state_float).lower(), "KDA_TOKENS": str(tokens)}
+    if env.racecheck():
+        macros["KDA_EVERY_LANE_ARRIVES"] = "1"
+    return KernelSource("replay.cu", "replay", tuple(macros.items()))
 
 
 def kernels() -> list[KernelSource]:
