@@ -64,12 +64,13 @@ for backend in cuda triton; do
     sanitized "$backend" "${rapidkda[@]}" verify --backend "$backend" "${small[@]}"
 done
 # What small steps do not reach: every form of the cuda kernels (they run in pairs), where parts of a sequence meet, a
-# layer in one call, and sequences that triton cuts.
+# layer in one call, verifications of more tokens than a chunk, and sequences that triton cuts.
 sanitized cuda-forms "${single[@]}" tests/cuda/test_cuda_prefill.py \
     -k "a_cta_takes or steps or (meets and ragged and g16 and (fast or slow or unbounded))"
 sanitized cuda-seams "${single[@]}" tests/cuda/test_cuda_seams.py \
     -k "warm_ups or nans or (seams_are and g16 and (fast or slow))"
 sanitized cuda-layer "${single[@]}" "$contract" --backend cuda -k "B86 and not graph"
+sanitized cuda-replay "${single[@]}" "$contract" --backend cuda -k "replay and not graph and not wait"
 sanitized triton-parts "${single[@]}" "$contract" --backend triton -k "long_among or checkpoints_of_a_long"
 part evaluation 400 "${rapidkda[@]}" eval ${FLASHKDA:+--flashkda "$FLASHKDA"} --out "$out/evaluation.json"
 part bench-prefill 400 "${rapidkda[@]}" bench prefill --regime fast --regime slow --regime unbounded "${peers[@]}" \
