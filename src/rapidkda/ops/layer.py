@@ -86,7 +86,7 @@ def prefill_layer(
     """
     inputs = (x, g, beta, state, z, conv_out)
     options = (lower_bound, scale, True, True, True, allow_neg_eigval)
-    key, kind = kinds.find(
+    key, kind, given = kinds.find(
         "prefill_layer",
         backend,
         env.PREFILL_BACKEND,
@@ -158,6 +158,8 @@ def prefill_layer(
         kind = kinds.Kind(chosen, terms, bind.covers(segments, tokens.count), {"layer": _Layer(parts)})
     else:
         if out is not None:
+            if kind.repeats(given, segments, checkpoints):
+                return out
             bind.apart(out, inputs)
         if workspace is not None:
             bind.aligned(workspace)
@@ -210,6 +212,9 @@ def prefill_layer(
     if "norm" in layer.alone:
         call.norm = None
     kind.backend.prefill(call)
+    if not layer.alone:
+        views = call.tokens.q, call.tokens.k, call.tokens.v
+        kind.learn(call.repeat, given, segments, checkpoints, out, inputs, workspace, views)
     if "norm" in layer.alone and z is not None and norm_weight is not None:
         gated_rms_norm(
             out,

@@ -130,7 +130,7 @@ def causal_conv(
     Returns:
         `out`.
     """
-    key, kind = kinds.find(
+    key, kind, given = kinds.find(
         "conv",
         backend,
         env.DECODE_BACKEND,
@@ -163,6 +163,8 @@ def causal_conv(
         chosen = resolved(request, backend, env.DECODE_BACKEND)
         kind = kinds.keep(key, kinds.Kind(chosen, covered=bind.covers(segments, x.shape[0])))
     elif out is not None:
+        if kind.repeats(given, segments, checkpoints):
+            return out
         bind.apart(out, (x, state))
     if out is None:
         out = bind.new_output(x, kind.covered)
@@ -186,6 +188,7 @@ def causal_conv(
     )
     call.memo = kind.memo
     kind.backend.conv(call)
+    kind.learn(call.repeat, given, segments, checkpoints, out, (x, state))
     return out
 
 
@@ -241,7 +244,9 @@ def gated_rms_norm(
     Returns:
         `out`.
     """
-    key, kind = kinds.find("norm", backend, env.DECODE_BACKEND, segments, None, (x, z, weight, out), (eps, activation))
+    key, kind, given = kinds.find(
+        "norm", backend, env.DECODE_BACKEND, segments, None, (x, z, weight, out), (eps, activation)
+    )
     if kind is None:
         check_norm(x, z, weight, eps, activation)
         if segments is not None:
@@ -252,10 +257,14 @@ def gated_rms_norm(
         covered = segments is None or bind.covers(segments, x.shape[0])
         kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND), covered=covered))
     elif out is not None:
+        if kind.repeats(given, segments, None):
+            return out
         bind.apart(out, (z,))
     if out is None:
         out = bind.new_output(x, kind.covered)
-    call = NormCall(x, z, weight, float(eps), activation, out, segments)
+    told = out.view_as(out) if out is x else out  # from x, in the addresses of the next call
+    call = NormCall(x, z, weight, float(eps), activation, told, segments)
     call.memo = kind.memo
     kind.backend.norm(call)
+    kind.learn(call.repeat, [x, z, weight, told], segments, None, told, (z,))
     return out
