@@ -103,7 +103,8 @@ def test_later_calls_are_launched_from_their_own_addresses(op: str, recorder: Re
     assert recorder.launched == wanted
 
 
-def test_a_norm_in_place_is_launched_in_place(recorder: Recorder) -> None:
+def test_a_tensor_in_its_two_usual_places_is_found_in_both(recorder: Recorder) -> None:
+    """A norm in place, and checkpoints that are exported into the pool of states."""
     run, good = GOOD["gated_rms_norm"]
     for _ in range(3):
         given = good()
@@ -111,6 +112,14 @@ def test_a_norm_in_place_is_launched_in_place(recorder: Recorder) -> None:
         assert run(**given | {"out": x}) is x
     assert len(recorder.calls) == 1
     assert recorder.launched[-1] == (x.data_ptr(), given["z"].data_ptr(), given["weight"].data_ptr(), x.data_ptr())
+    run(**given)  # of another kind
+    assert len(recorder.calls) == 2
+    run, good = GOOD["prefill"]
+    for _ in range(3):
+        given = good()
+        run(**given | {"checkpoint_pool": given["state"]})
+    assert len(recorder.calls) == 3
+    assert recorder.launched[-1].count(given["state"].data_ptr()) == 3  # read, written, exported to
 
 
 def test_a_tensor_that_is_two_arguments_does_not_say_which_one_is_meant(recorder: Recorder) -> None:

@@ -86,6 +86,8 @@ def prefill_layer(
     """
     inputs = (x, g, beta, state, z, conv_out)
     options = (lower_bound, scale, True, True, True, allow_neg_eigval)
+    within = (checkpoint_pool is state, conv_checkpoint_pool is conv_state)  # as in `prefill`
+    exported = (None if within[0] else checkpoint_pool, None if within[1] else conv_checkpoint_pool)
     key, kind, given = kinds.find(
         "prefill_layer",
         backend,
@@ -94,9 +96,12 @@ def prefill_layer(
         checkpoints,
         (
             *(*inputs, conv_weight, norm_weight, conv_state, slots, read_slots, conv_read_slots, has_initial_state),
-            *(accepted, out, A_log, dt_bias, checkpoint_pool, conv_checkpoint_pool, workspace),
+            *(accepted, out, A_log, dt_bias, *exported, workspace),
         ),
-        (*options, heads, norm_eps, norm_activation, channels_last, state_v_first, pad_slot, fuse),
+        (
+            *(*options, heads, norm_eps, norm_activation, channels_last, state_v_first, pad_slot, fuse),
+            *within,
+        ),
     )
     known = kind is not None
     keeps, exports = conv_state is not None, conv_checkpoint_pool is not None  # histories

@@ -130,14 +130,16 @@ def causal_conv(
     Returns:
         `out`.
     """
+    within = checkpoint_pool is state  # told apart by the kind: guards of torch take no tensor twice
+    exported = None if within else checkpoint_pool
     key, kind, given = kinds.find(
         "conv",
         backend,
         env.DECODE_BACKEND,
         segments,
         checkpoints,
-        (x, weight, bias, state, slots, read_slots, has_initial_state, accepted, out, checkpoint_pool),
-        (keep_all, activation, channels_last, pad_slot),
+        (x, weight, bias, state, slots, read_slots, has_initial_state, accepted, out, exported),
+        (keep_all, activation, channels_last, pad_slot, within),
     )
     if kind is None:
         segments, pad_slot, has_initial_state, checkpoints = check_conv(
@@ -244,8 +246,15 @@ def gated_rms_norm(
     Returns:
         `out`.
     """
+    in_place = out is x  # told apart by the kind: guards of torch take no tensor twice
     key, kind, given = kinds.find(
-        "norm", backend, env.DECODE_BACKEND, segments, None, (x, z, weight, out), (eps, activation)
+        "norm",
+        backend,
+        env.DECODE_BACKEND,
+        segments,
+        None,
+        (x, z, weight, None if in_place else out),
+        (eps, activation, in_place),
     )
     if kind is None:
         check_norm(x, z, weight, eps, activation)
@@ -262,9 +271,8 @@ def gated_rms_norm(
         bind.apart(out, (z,))
     if out is None:
         out = bind.new_output(x, kind.covered)
-    told = out.view_as(out) if out is x else out  # from x, in the addresses of the next call
-    call = NormCall(x, z, weight, float(eps), activation, told, segments)
+    call = NormCall(x, z, weight, float(eps), activation, out, segments)
     call.memo = kind.memo
     kind.backend.norm(call)
-    kind.learn(call.repeat, [x, z, weight, told], segments, None, told, (z,))
+    kind.learn(call.repeat, given, segments, None, out, (z,))
     return out

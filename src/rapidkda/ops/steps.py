@@ -117,14 +117,16 @@ def prefill(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )
+    within = checkpoint_pool is state  # told apart by the kind: guards of torch take no tensor twice
+    exported = None if within else checkpoint_pool
     key, kind, given = kinds.find(
         "prefill",
         backend,
         env.PREFILL_BACKEND,
         segments,
         checkpoints,
-        (*inputs, A_log, dt_bias, slots, read_slots, has_initial_state, out, checkpoint_pool, workspace),
-        (*options, state_v_first, pad_slot),
+        (*inputs, A_log, dt_bias, slots, read_slots, has_initial_state, out, exported, workspace),
+        (*options, state_v_first, pad_slot, within),
     )
     if kind is None:
         terms, tokens, segments, pad_slot, has_initial_state, checkpoints = check_prefill(
