@@ -32,7 +32,7 @@ if UNMET:
 
 RAGGED = Shape("ragged", (150, 64, 17, 1, 0, 66), 2)
 GROUPED = Shape("grouped", (70, 33), 1, 3)
-FORMS = (("whole", 1), ("pair", 1), ("parallel", 1), ("parallel", 2), ("parallel", 3))
+FORMS = (("whole", 1), ("pair", 1), ("parallel", 2), ("parallel", 3))
 
 
 @pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}{form[1]}")

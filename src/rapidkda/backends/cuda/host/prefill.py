@@ -263,8 +263,6 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
             return [main]
         return [main, shape(HISTORY, -(-call.conv.x.shape[1] // _HISTORY_CHANNELS), segments.count)]
     main = shape(kernel("parallel", bounded, gate_float), units * chosen.parts)
-    if chosen.parts == 1:
-        return [main]
     # Last states, slices of the later parts' tokens, checkpoints: as many slices as there is room for at once.
     checkpoints = _checkpoints(call) * tokens.value_heads
     later = units * (chosen.parts - 1)
