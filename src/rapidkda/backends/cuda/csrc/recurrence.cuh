@@ -381,7 +381,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     if constexpr (kShare) cluster_wait();
     if (!w.kept) return;
-    if (C::kParts && p.parts > 1)
+    if (C::kParts)
         store_transition(state, transition_of(p, w.segment, w.part, w.head), identity, row, column, low_bf16(range.out()));
     else if (p.final_ && C::kForm != Form::kTransition)
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,

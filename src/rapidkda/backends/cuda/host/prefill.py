@@ -45,21 +45,16 @@ _TABLES = (
 )
 _ADDRESSED = ("tokens.beta", "tokens.gate.A_log", "tokens.gate.dt_bias", "out", *_POOLS, *_TABLES)
 _address = Tensor.data_ptr
-# Form, whether its CTAs come in twos, whether runs are parts of segments.
-_FORMS = {
-    "whole": ("kWhole", False, False),
-    "pair": ("kPair", True, False),
-    "parallel": ("kTransition", True, True),
-}
+# Form, and whether its CTAs come in twos.
+_FORMS = {"whole": ("kWhole", False), "pair": ("kPair", True), "parallel": ("kTransition", True)}
 
 
 @functools.cache
 def kernel(form: str, bounded: bool, gate_float: bool, convolves: bool = False, norms: bool = False) -> KernelSource:
     """The prefill kernel of a form (`whole`, `pair`, `parallel`), gate kind, dtype of g, what it fuses."""
-    name, cluster, parts = _FORMS[form]
+    name, cluster = _FORMS[form]
     macros = {
         "KDA_FORM": name,
-        "KDA_PARTS": str(parts).lower(),
         "KDA_CLUSTER": str(int(cluster)),
         "KDA_BOUNDED": str(bounded).lower(),
         "KDA_GATE_FLOAT": str(gate_float).lower(),
