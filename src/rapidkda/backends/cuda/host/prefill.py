@@ -318,7 +318,7 @@ def _constants(call: PrefillCall, parts: int, ordered: bool, scheduled: bool, ve
         pad_slot=call.pad_slot,
         parts=parts,
         flags=sum(bit for bit, on in flags.items() if on),
-        scale=tokens.scale,
+        scale=tokens.scale * params.SCALED_UP,
         beta_scale=tokens.beta_scale,
         lower_bound=gate.lower_bound or 0.0,
         checkpoints=_checkpoints(call),
