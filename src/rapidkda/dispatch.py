@@ -75,6 +75,11 @@ def guest(backend: Backend) -> Iterator[str]:
         del _GUESTS[name]
 
 
+def is_guest(backend: Backend) -> bool:
+    """Whether a backend stands in for others, and so must see every call."""
+    return any(backend is guest for guest in _GUESTS.values())
+
+
 @dataclass(frozen=True)
 class Choice:
     """The outcome of a resolution.

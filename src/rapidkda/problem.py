@@ -5,15 +5,17 @@ A call's `memo` is shared by all calls of its kind: those that differ from it in
 only. Tensors have the same shapes, strides, dtypes and devices there, segments the same lengths on the host, and every
 plain value is the same. A backend keeps there, under a name of its own, what it decided from nothing else, so that the
 next call of the kind starts from it; never a tensor. Only the front door hands out shared ones: a call that is built or
-copied elsewhere starts with an empty memo.
+copied elsewhere starts with an empty memo. A backend that could launch such calls from the addresses of their tensors
+leaves a `Repeat` in the call that it has run.
 
 Shapes: T tokens of the step, H query/key heads, HV value heads (HV % H == 0), K key dim, V value dim, N segments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,21 @@ ROLLBACKS: tuple[Rollback, ...] = ("replay", "slots")
 Memo = dict[str, Any]
 
 CHECKPOINT_ALIGNMENT = 16  # tokens; every backend exports states at multiples of this
+
+
+class Repeat(NamedTuple):
+    """How a backend launches a call of a kind that it has seen, without the call.
+
+    Attributes:
+        tensors: those of the call that it has run whose addresses a launch takes.
+        launch: launches another call of the kind from its addresses in this order. False, with nothing launched, where
+            that takes more, as on another device than the current one.
+        aligned: of the tensors, those whose addresses must be multiples of 16 for that.
+    """
+
+    tensors: tuple[Tensor, ...]
+    launch: Callable[[tuple[int, ...]], bool]
+    aligned: tuple[Tensor, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +150,7 @@ class PrefillCall:
     conv: FusedConv | None = None  # only for backends that said that they fuse it
     norm: FusedNorm | None = None
     memo: Memo = field(init=False, default_factory=dict)
+    repeat: Repeat | None = field(init=False, default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +169,7 @@ class DecodeCall:
     state_v_first: bool
     pad_slot: int
     memo: Memo = field(init=False, default_factory=dict)
+    repeat: Repeat | None = field(init=False, default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +194,7 @@ class VerifyCall:
     state_v_first: bool
     pad_slot: int
     memo: Memo = field(init=False, default_factory=dict)
+    repeat: Repeat | None = field(init=False, default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -188,6 +208,7 @@ class CommitCall:
     state_v_first: bool
     pad_slot: int
     memo: Memo = field(init=False, default_factory=dict)
+    repeat: Repeat | None = field(init=False, default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +238,7 @@ class ConvCall:
     checkpoints: Checkpoints | None
     checkpoint_pool: Tensor | None
     memo: Memo = field(init=False, default_factory=dict)
+    repeat: Repeat | None = field(init=False, default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +253,7 @@ class NormCall:
     out: Tensor  # [T, H, D]
     segments: Segments | None = None
     memo: Memo = field(init=False, default_factory=dict)
+    repeat: Repeat | None = field(init=False, default=None)
 
 
 @dataclass(frozen=True, slots=True)

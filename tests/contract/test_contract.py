@@ -23,6 +23,7 @@ from . import (  # noqa: F401  importing a module registers its checks
     long,
     numerics,
     offsets,
+    repeats,
     slots,
     strides,
     tails,

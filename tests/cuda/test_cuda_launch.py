@@ -18,7 +18,7 @@ import rapidkda
 from rapidkda import Checkpoints, Segments
 from rapidkda.backends import driver
 from rapidkda.backends.cuda import CudaBackend, compiler
-from rapidkda.backends.cuda.host import neighbours, params, prefill, tensor_map
+from rapidkda.backends.cuda.host import fuse, neighbours, params, prefill, tensor_map
 from rapidkda.backends.cuda.host.plan import Plan
 from rapidkda.ops import kinds
 from rapidkda.problem import FusedConv, FusedNorm
@@ -223,7 +223,7 @@ def test_known_kinds_launch_what_new_ones_do(fake: Driver, draws: list[dict[str,
         assert len(seen) == LAUNCHES[PLANS[max(draw["lengths"])].form]
         assert {launch[4] for launch in seen} == {draw["stream"]}
         for kind in kinds._known.values():  # maps of copies die with them
-            assert not any(b"new" in maps for maps in kind.memo["cuda"]._maps.values())
+            assert not any(b"new" in b"".join(maps) for maps in kind.memo["cuda"]._maps.values())
 
 
 def test_tensor_maps_that_are_kept_are_bounded(fake: Driver) -> None:
@@ -253,7 +253,7 @@ def test_threads_never_share_the_memory_of_a_launch(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(driver, "_entry", lambda name: launch)
     shape = driver.Shape(7, (1, 1, 1), 32, 0)
-    launches = driver.Launches(0, [shape], bytes(16), (0, 8), struct.Struct("<Q"))
+    launches = driver.Launches(0, [(shape, (0, 8))], bytes(16), struct.Struct("<Q"))
     for _ in range(2):
         depth = 0
         launches(1, [1])
@@ -333,6 +333,55 @@ def test_fields_of_neighbours_are_filled_in_their_order(fake: Driver, monkeypatc
     assert [text.rsplit(", ", 2)[1:] for text in maps] == [*[["2", "3)"]] * 3, ["2", "16)"]]
 
 
+def layer_arguments() -> dict[str, Any]:
+    plain = arguments(PLAIN | {"lengths": [40, 24], "reads": True})
+    given = {name: plain[name] for name in ("beta", "A_log", "dt_bias", "lower_bound", "out", "segments", "state")}
+    return given | {
+        "x": tensor(64, 3 * HEADS * 128 + 8)[:, 8:],
+        "g": plain["g"],
+        "conv_weight": tensor(3 * HEADS * 128, 4, dtype=torch.float32),
+        "conv_state": tensor(9, 3, 3 * HEADS * 128),
+        "channels_last": True,
+        "z": tensor(64, HEADS, 128),
+        "norm_weight": tensor(128, dtype=torch.float32),
+        "slots": plain["slots"],
+        "read_slots": plain["read_slots"],
+        "conv_read_slots": plain["read_slots"].clone(),
+        "backend": "cuda",
+    }
+
+
+def test_known_layers_launch_what_new_ones_do(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused neighbours: both parameters to the byte."""
+    seen: list[bytes] = []
+
+    def launch(configuration_at: int, function: int, pointers_at: int, extra: None) -> int:
+        second = (ctypes.c_void_p * 2).from_address(pointers_at)[1]
+        assert second is not None
+        seen.append(ctypes.string_at(second, neighbours.SIZE + params.SIZE))
+        return 0
+
+    monkeypatch.setattr(driver, "_entry", lambda name: launch)
+    monkeypatch.setattr(tensor_map, "_encode", lambda *about: repr(about).encode().ljust(128)[:128])
+    monkeypatch.setattr(fuse, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(fuse, "plan_neighbours", lambda *about: (("conv", "norm"), {}))
+    calls = [layer_arguments() for _ in range(3)]
+    wanted = []
+    for call in calls:
+        kinds.forget()
+        seen.clear()
+        rapidkda.prefill_layer(**call)
+        wanted.append(list(seen))
+    assert len({one[0] for one in wanted}) == 3
+    kinds.forget()
+    for n in (0, 1, 2, 0, 2):
+        seen.clear()
+        rapidkda.prefill_layer(**calls[n])
+        assert seen == wanted[n]
+    (kind,) = kinds._known.values()
+    assert kind.again is not None
+
+
 def test_a_failed_launch_is_told_by_the_name_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         @staticmethod
@@ -342,7 +391,7 @@ def test_a_failed_launch_is_told_by_the_name_of_its_error(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(driver, "_library", Library)
     monkeypatch.setattr(driver, "_entry", lambda name: lambda *arguments: 719)
-    launches = driver.Launches(0, [driver.Shape(7, (1, 1, 1), 32, 0)], bytes(8), (0,), struct.Struct("<Q"))
+    launches = driver.Launches(0, [(driver.Shape(7, (1, 1, 1), 32, 0), (0,))], bytes(8), struct.Struct("<Q"))
     with pytest.raises(RuntimeError, match="CUDA driver call failed: CUDA_ERROR_LAUNCH_FAILED"):
         launches(1, [0])
 
@@ -351,6 +400,6 @@ def test_the_first_launch_of_a_thread_enters_the_context(monkeypatch: pytest.Mon
     entered: list[int] = []
     monkeypatch.setattr(driver, "_enter_context", entered.append)
     monkeypatch.setattr(driver, "_entry", lambda name: lambda *arguments: 0 if entered else 201)
-    launches = driver.Launches(3, [driver.Shape(7, (1, 1, 1), 32, 0)], bytes(8), (0,), struct.Struct("<Q"))
+    launches = driver.Launches(3, [(driver.Shape(7, (1, 1, 1), 32, 0), (0,))], bytes(8), struct.Struct("<Q"))
     launches(1, [0])
     assert entered == [3]

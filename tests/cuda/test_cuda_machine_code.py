@@ -62,7 +62,7 @@ def test_the_main_loops_spill_nothing(kernel: KernelSource, tmp_path: Path) -> N
     code = disassemble(kernel, tmp_path)
     loops = innermost_loops(code, "HGMMA.64x128x16")
     # The device chooses: a share, a pair, B, M; and their producers and the walk.
-    bodies = 4 if ("KDA_PARTS", "true") in kernel.macros else 1
+    bodies = 4 if ("KDA_FORM", "kTransition") in kernel.macros else 1
     assert len(loops) == bodies
     for consumers in loops:
         assert len(consumers) < 330  # what chunks rarely need lies outside: a jump over it costs 20 cycles

@@ -32,7 +32,7 @@ if UNMET:
 
 RAGGED = Shape("ragged", (150, 64, 17, 1, 0, 66), 2)
 GROUPED = Shape("grouped", (70, 33), 1, 3)
-FORMS = (("whole", 1), ("pair", 1), ("parallel", 1), ("parallel", 2), ("parallel", 3))
+FORMS = (("whole", 1), ("pair", 1), ("parallel", 2), ("parallel", 3))
 
 
 @pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}{form[1]}")
@@ -138,7 +138,7 @@ def test_magnitudes_do_not_matter(form: str, values: float, keys: float, states:
     assert err_state <= limit.state
 
 
-@pytest.mark.parametrize("queries", [1e-2, 1.0, 1e4])
+@pytest.mark.parametrize("queries", [1e-4, 1.0, 1e4])
 def test_queries_as_they_are(form: str, queries: float) -> None:
     """Nothing normalises them, and in parts they meet a transition before a state."""
     inputs = activated((150, 77), -0.01, dtype=torch.bfloat16, device=DEVICE, seed=5)

@@ -177,6 +177,33 @@ def test_known_launches_are_those_of_triton(
     assert machine.through_driver == machine.through_triton
 
 
+@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 2)], ids=["whole", "parts"])
+@pytest.mark.parametrize("name", CALLS)
+def test_launches_from_addresses_are_those_of_the_call(
+    name: str, cut: plan.Cut, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend's `Repeat`: the same launches again, from nothing but addresses, those of another call too."""
+    monkeypatch.setattr(plan, "cut", lambda *arguments: cut)
+    call = CALLS[name]()
+    run(name, call)
+    assert call.repeat is not None
+    assert call.repeat.launch(tuple([x.data_ptr() for x in call.repeat.tensors]))
+    assert machine.through_driver == machine.through_triton
+    assert {x.data_ptr() for x in call.repeat.aligned} <= {x.data_ptr() for x in call.repeat.tensors}
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        assert not call.repeat.launch(tuple([x.data_ptr() for x in call.repeat.tensors]))
+    other = CALLS[name]()
+    other.memo = call.memo
+    run(name, other)
+    machine.through_driver.clear()
+    repeat, addresses = call.repeat, tuple([x.data_ptr() for x in other.repeat.tensors])
+    assert repeat.launch(addresses)
+    wanted, machine.through_driver = machine.through_driver, []
+    run(name, other)
+    assert machine.through_driver == wanted
+
+
 def test_kernels_that_overlap_are_launched_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = config.choose
     monkeypatch.setattr(config, "choose", lambda *arguments: replace(choose(*arguments), overlap=True))

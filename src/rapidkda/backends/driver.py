@@ -28,13 +28,12 @@ class Shape(NamedTuple):
 
 
 class Launches:
-    """Launches of a kind of call, one after another, on the same parameters.
+    """Launches of a kind of call, one after another, whose parameters lie in one memory.
 
     Args:
         device: ordinal of the device that the kernels are loaded on.
-        shapes: the kernels.
+        kernels: the kernels, and where each of their parameters starts.
         parameters: their values as the kernels read them, with the addresses left open.
-        offsets: where each parameter starts.
         addresses: layout of what every call packs into the parameters.
         start: where it packs it.
     """
@@ -42,16 +41,14 @@ class Launches:
     def __init__(
         self,
         device: int,
-        shapes: Sequence[Shape],
+        kernels: Sequence[tuple[Shape, Sequence[int]]],
         parameters: bytes,
-        offsets: Sequence[int],
         addresses: struct.Struct,
         start: int = 0,
     ):
         self._device = device
-        self._shapes = tuple(shapes)
+        self._kernels = tuple(kernels)
         self._parameters = parameters
-        self._offsets = tuple(offsets)
         self._pack_into = addresses.pack_into
         self._start = start
         self._launch = _entry("cuLaunchKernelEx")
@@ -64,16 +61,15 @@ class Launches:
         try:
             frame = self._free.pop()
         except IndexError:
-            frame = _Frame(self._shapes, self._parameters, self._offsets)
+            frame = _Frame(self._kernels, self._parameters)
         self._pack_into(frame.parameters, self._start, *addresses)
         if frame.stream != stream:
             frame.put_on(stream)
-        launch, pointers = self._launch, frame.pointers_at
-        for configuration_at, function in frame.launches:
-            status = launch(configuration_at, function, pointers, None)
+        for arguments in frame.launches:
+            status = self._launch(*arguments)
             if status == _INVALID_CONTEXT:  # the first driver call of this thread
                 _enter_context(self._device)
-                status = launch(configuration_at, function, pointers, None)
+                status = self._launch(*arguments)
             if status:
                 _check(status)
         self._free.append(frame)
@@ -104,14 +100,15 @@ _OVERLAP = _Attribute(6, 0, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SER
 class _Frame:
     """What the driver reads of a call's launches."""
 
-    __slots__ = ("_configurations", "_pointers", "launches", "parameters", "pointers_at", "stream")
+    __slots__ = ("_configurations", "_pointers", "launches", "parameters", "stream")
 
-    def __init__(self, shapes: Sequence[Shape], parameters: bytes, offsets: Sequence[int]):
+    def __init__(self, kernels: Sequence[tuple[Shape, Sequence[int]]], parameters: bytes):
         self.parameters = ctypes.create_string_buffer(parameters, len(parameters))
         start = ctypes.addressof(self.parameters)
-        self._pointers = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
-        self.pointers_at = ctypes.addressof(self._pointers)
         overlap = ctypes.addressof(_OVERLAP)
+        self._pointers = [
+            (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets]) for _, offsets in kernels
+        ]
         self._configurations = [
             _Configuration(
                 shape.grid,
@@ -120,10 +117,12 @@ class _Frame:
                 attributes=overlap if shape.overlap else None,
                 attribute_count=int(shape.overlap),
             )
-            for shape in shapes
+            for shape, _ in kernels
         ]
-        places = map(ctypes.addressof, self._configurations)
-        self.launches = list(zip(places, (shape.function for shape in shapes), strict=True))
+        self.launches = [  # arguments of cuLaunchKernelEx
+            (ctypes.addressof(configuration), shape.function, ctypes.addressof(pointers), None)
+            for configuration, (shape, _), pointers in zip(self._configurations, kernels, self._pointers, strict=True)
+        ]
         self.stream = 0
 
     def put_on(self, stream: int) -> None:

@@ -10,6 +10,8 @@ Reading the metadata of a dozen tensors in Python takes longer than the rest of 
 twice: first by everything but its tensors, whose metadata torch compares in one call (the guard of its compiler), then
 by a key that holds the metadata.
 
+What a kind knows in the end is how its calls are launched from addresses (`repeats`), where the backend can say so.
+
 Nothing here ever decides that a call is good: a kind is kept by the call that passed every check, and a call that
 cannot be described (an argument of a wrong type, say) is sent through the checks, which tell what is wrong with it.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -26,14 +29,16 @@ from torch import Tensor
 
 from .. import env
 from ..backends.base import Backend
-from ..dispatch import Choice
-from ..problem import Memo, Tokens
+from ..dispatch import Choice, is_guest
+from ..problem import Memo, Repeat, Tokens
 from ..segments import Checkpoints, Segments
 from .bind import Terms
 from .choose import BackendLike
+from .repeats import Repeater
 
 LIMIT = 1024  # kinds that are kept; the oldest goes first
 _MOST_GUARDS = 8
+_MOST_LESSONS = 4
 
 Key = tuple[Any, ...]
 
@@ -56,6 +61,8 @@ class Kind:
         memo: see `rapidkda.problem`.
         guard: whether tensors have the metadata of this kind's; None if torch cannot say.
         guards: how many guards have been made: one that refuses what the key accepts was made in another mode of torch.
+        again: launches a call from its addresses, once that is known.
+        lessons: how often it was tried to find that out.
     """
 
     backend: Backend
@@ -64,6 +71,8 @@ class Kind:
     memo: Memo = field(default_factory=dict)
     guard: Callable[..., bool] | None = None
     guards: int = 0
+    again: Repeater | None = None
+    lessons: int = 0
 
     def tokens(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
@@ -72,6 +81,18 @@ class Kind:
         if self.terms is None:
             raise TypeError("this kind of call has no token-axis inputs")
         return self.terms.tokens(q, k, v, g, beta, A_log, dt_bias)
+
+    def repeats(self, given: list[Tensor], segments: Segments | None, checkpoints: Checkpoints | None) -> bool:
+        """Launch a call of this kind from its addresses; False where it has to go the usual way."""
+        return self.again is not None and self.again(given, segments, checkpoints)
+
+    def learn(self, repeat: Repeat | None, *arguments: Any) -> None:
+        """Find out how calls of this kind are launched, from one that has run: `arguments` of `Repeater`."""
+        if repeat is None or self.again is not None or self.lessons >= _MOST_LESSONS or is_guest(self.backend):
+            return
+        self.lessons += 1
+        with suppress(LookupError):  # a tensor of the call is none of the arguments
+            self.again = Repeater(repeat, *arguments)
 
 
 def find(
@@ -82,8 +103,9 @@ def find(
     checkpoints: Checkpoints | None,
     tensors: tuple[Tensor | None, ...],
     plain: tuple[Any, ...],
-) -> tuple[Key | None, Kind | None]:
-    """The kind of a call, None if it is new, and the key to keep a new one by, None if it cannot be kept.
+) -> tuple[Key | None, Kind | None, list[Tensor]]:
+    """The kind of a call, None if it is new, the key to keep a new one by, None if it cannot be kept, and the tensors
+    that are not None.
 
     Args:
         variable: the environment variable that names the backend where `backend` is None.
@@ -91,7 +113,7 @@ def find(
         plain: every other argument, in a fixed order.
     """
     if env.check_device_values() or not isinstance(segments, _TABLES) or not isinstance(checkpoints, _TABLES):
-        return None, None
+        return None, None, []
     try:
         frame = (
             op,
@@ -105,7 +127,7 @@ def find(
         given = [x for x in tensors if x is not None]
         kind = _latest.get(frame)
         if kind is not None and kind.guard is not None and kind.guard(*given):
-            return None, kind
+            return None, kind, given
         # A process has one kind of accelerator, so its ordinal says all of a device; -1 is the CPU or no real device.
         key = (
             frame,
@@ -115,10 +137,10 @@ def find(
         )
         kind = _known.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        return None, None
+        return None, None, []
     if kind is not None:
         _prefer(frame, kind, given)
-    return key, kind
+    return key, kind, given
 
 
 def keep(key: Key | None, kind: Kind) -> Kind:

@@ -86,7 +86,9 @@ def prefill_layer(
     """
     inputs = (x, g, beta, state, z, conv_out)
     options = (lower_bound, scale, True, True, True, allow_neg_eigval)
-    key, kind = kinds.find(
+    within = (checkpoint_pool is state, conv_checkpoint_pool is conv_state)  # as in `prefill`
+    exported = (None if within[0] else checkpoint_pool, None if within[1] else conv_checkpoint_pool)
+    key, kind, given = kinds.find(
         "prefill_layer",
         backend,
         env.PREFILL_BACKEND,
@@ -94,9 +96,12 @@ def prefill_layer(
         checkpoints,
         (
             *(*inputs, conv_weight, norm_weight, conv_state, slots, read_slots, conv_read_slots, has_initial_state),
-            *(accepted, out, A_log, dt_bias, checkpoint_pool, conv_checkpoint_pool, workspace),
+            *(accepted, out, A_log, dt_bias, *exported, workspace),
         ),
-        (*options, heads, norm_eps, norm_activation, channels_last, state_v_first, pad_slot, fuse),
+        (
+            *(*options, heads, norm_eps, norm_activation, channels_last, state_v_first, pad_slot, fuse),
+            *within,
+        ),
     )
     known = kind is not None
     keeps, exports = conv_state is not None, conv_checkpoint_pool is not None  # histories
@@ -158,6 +163,8 @@ def prefill_layer(
         kind = kinds.Kind(chosen, terms, bind.covers(segments, tokens.count), {"layer": _Layer(parts)})
     else:
         if out is not None:
+            if kind.repeats(given, segments, checkpoints):
+                return out
             bind.apart(out, inputs)
         if workspace is not None:
             bind.aligned(workspace)
@@ -210,6 +217,9 @@ def prefill_layer(
     if "norm" in layer.alone:
         call.norm = None
     kind.backend.prefill(call)
+    if not layer.alone:
+        views = call.tokens.q, call.tokens.k, call.tokens.v
+        kind.learn(call.repeat, given, segments, checkpoints, out, inputs, workspace, views)
     if "norm" in layer.alone and z is not None and norm_weight is not None:
         gated_rms_norm(
             out,

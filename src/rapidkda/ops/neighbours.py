@@ -130,14 +130,16 @@ def causal_conv(
     Returns:
         `out`.
     """
-    key, kind = kinds.find(
+    within = checkpoint_pool is state  # told apart by the kind: guards of torch take no tensor twice
+    exported = None if within else checkpoint_pool
+    key, kind, given = kinds.find(
         "conv",
         backend,
         env.DECODE_BACKEND,
         segments,
         checkpoints,
-        (x, weight, bias, state, slots, read_slots, has_initial_state, accepted, out, checkpoint_pool),
-        (keep_all, activation, channels_last, pad_slot),
+        (x, weight, bias, state, slots, read_slots, has_initial_state, accepted, out, exported),
+        (keep_all, activation, channels_last, pad_slot, within),
     )
     if kind is None:
         segments, pad_slot, has_initial_state, checkpoints = check_conv(
@@ -163,6 +165,8 @@ def causal_conv(
         chosen = resolved(request, backend, env.DECODE_BACKEND)
         kind = kinds.keep(key, kinds.Kind(chosen, covered=bind.covers(segments, x.shape[0])))
     elif out is not None:
+        if kind.repeats(given, segments, checkpoints):
+            return out
         bind.apart(out, (x, state))
     if out is None:
         out = bind.new_output(x, kind.covered)
@@ -186,6 +190,7 @@ def causal_conv(
     )
     call.memo = kind.memo
     kind.backend.conv(call)
+    kind.learn(call.repeat, given, segments, checkpoints, out, (x, state))
     return out
 
 
@@ -241,7 +246,16 @@ def gated_rms_norm(
     Returns:
         `out`.
     """
-    key, kind = kinds.find("norm", backend, env.DECODE_BACKEND, segments, None, (x, z, weight, out), (eps, activation))
+    in_place = out is x  # told apart by the kind: guards of torch take no tensor twice
+    key, kind, given = kinds.find(
+        "norm",
+        backend,
+        env.DECODE_BACKEND,
+        segments,
+        None,
+        (x, z, weight, None if in_place else out),
+        (eps, activation, in_place),
+    )
     if kind is None:
         check_norm(x, z, weight, eps, activation)
         if segments is not None:
@@ -252,10 +266,13 @@ def gated_rms_norm(
         covered = segments is None or bind.covers(segments, x.shape[0])
         kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND), covered=covered))
     elif out is not None:
+        if kind.repeats(given, segments, None):
+            return out
         bind.apart(out, (z,))
     if out is None:
         out = bind.new_output(x, kind.covered)
     call = NormCall(x, z, weight, float(eps), activation, out, segments)
     call.memo = kind.memo
     kind.backend.norm(call)
+    kind.learn(call.repeat, given, segments, None, out, (z,))
     return out

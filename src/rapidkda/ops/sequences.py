@@ -218,7 +218,7 @@ def _whole_sequences(
             sequences, gate, options, initial, keep_final, intermediate_tokens, state_v_first, backend
         )
     initial = _dense_slots(initial)
-    key, kind = kinds.find(
+    key, kind, _ = kinds.find(
         "sequences",
         backend,
         env.PREFILL_BACKEND,
@@ -302,7 +302,7 @@ def _one_token_sequences(
 ) -> tuple[Tensor, Tensor | None]:
     segments, flat = sequences.segments, sequences.flat
     initial = _dense_slots(initial)
-    key, kind = kinds.find(
+    key, kind, _ = kinds.find(
         "one-token sequences",
         backend,
         env.DECODE_BACKEND,

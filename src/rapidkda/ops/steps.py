@@ -117,14 +117,16 @@ def prefill(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )
-    key, kind = kinds.find(
+    within = checkpoint_pool is state  # told apart by the kind: guards of torch take no tensor twice
+    exported = None if within else checkpoint_pool
+    key, kind, given = kinds.find(
         "prefill",
         backend,
         env.PREFILL_BACKEND,
         segments,
         checkpoints,
-        (*inputs, A_log, dt_bias, slots, read_slots, has_initial_state, out, checkpoint_pool, workspace),
-        (*options, state_v_first, pad_slot),
+        (*inputs, A_log, dt_bias, slots, read_slots, has_initial_state, out, exported, workspace),
+        (*options, state_v_first, pad_slot, within),
     )
     if kind is None:
         terms, tokens, segments, pad_slot, has_initial_state, checkpoints = check_prefill(
@@ -147,11 +149,13 @@ def prefill(
         bind.workspace(workspace, workspace_needed(chosen, "prefill", tokens, segments), device)
         kind = kinds.keep(key, kinds.Kind(chosen, terms, covered))
     else:
-        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
         if out is not None:
+            if kind.repeats(given, segments, checkpoints):
+                return out
             bind.apart(out, inputs)
         if workspace is not None:
             bind.aligned(workspace)
+        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
     if out is None:
         out = bind.new_output(v, kind.covered)
     call = PrefillCall(
@@ -171,6 +175,7 @@ def prefill(
     )
     call.memo = kind.memo
     kind.backend.prefill(call)
+    kind.learn(call.repeat, given, segments, checkpoints, out, inputs, workspace)
     return out
 
 
@@ -212,7 +217,7 @@ def decode(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )
-    key, kind = kinds.find(
+    key, kind, given = kinds.find(
         "decode",
         backend,
         env.DECODE_BACKEND,
@@ -239,11 +244,13 @@ def decode(
             bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)
         kind = kinds.keep(key, kinds.Kind(choose("decode", tokens, state, backend), terms, covered))
     else:
-        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
         if segments is None:
             segments = tables.equal(q.shape[0], 1, q.device)
         if out is not None:
+            if kind.repeats(given, segments, None):
+                return out
             bind.apart(out, inputs)
+        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
     if out is None:
         out = bind.new_output(v, kind.covered)
     call = DecodeCall(
@@ -258,6 +265,7 @@ def decode(
     )
     call.memo = kind.memo
     kind.backend.decode(call)
+    kind.learn(call.repeat, given, segments, None, out, inputs)
     return out
 
 
@@ -309,7 +317,7 @@ def verify(
         use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
     )
-    key, kind = kinds.find(
+    key, kind, given = kinds.find(
         "verify",
         backend,
         env.DECODE_BACKEND,
@@ -347,9 +355,11 @@ def verify(
         chosen = choose("verify", tokens, state, backend, rollback="slots" if records is None else "replay")
         kind = kinds.keep(key, kinds.Kind(chosen, terms, covered))
     else:
-        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
         if out is not None:
+            if kind.repeats(given, segments, None):
+                return out
             bind.apart(out, inputs)
+        tokens = kind.tokens(q, k, v, g, beta, A_log, dt_bias)
     if out is None:
         out = bind.new_output(v, kind.covered)
     call = VerifyCall(
@@ -365,6 +375,7 @@ def verify(
     )
     call.memo = kind.memo
     kind.backend.verify(call)
+    kind.learn(call.repeat, given, segments, None, out, inputs)
     return out
 
 
@@ -382,7 +393,7 @@ def commit(
 
     Used when a request leaves speculation. `accepted` 0 leaves a state bit-unchanged. Shapes as in `verify`.
     """
-    key, kind = kinds.find(
+    key, kind, given = kinds.find(
         "commit", backend, env.DECODE_BACKEND, None, None, (state, records, slots, accepted), (state_v_first, pad_slot)
     )
     if kind is None:
@@ -406,6 +417,9 @@ def commit(
         # The verifications that left the records are not known here: asked is the least that any of them may have.
         request = Request("verify", Device.of(state.device), torch.bfloat16, key_dim, value_dim, "bounded", state.dtype)
         kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
+    elif kind.repeats(given, None, None):
+        return
     call = CommitCall(state, records, slots, accepted, state_v_first, pad_slot)
     call.memo = kind.memo
     kind.backend.commit(call)
+    kind.learn(call.repeat, given, None, None)

@@ -5,6 +5,7 @@ It takes projections and leaves KDA outputs, so that a model with projections of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..backends.base import FusingBackend
-from ..dispatch import Choice
+from ..dispatch import Choice, load
 from ..segments import Segments
 from .backends import LayerOp
 from .batch import StepBatch
@@ -66,7 +67,7 @@ def run_core(
     tokens = _tokens(inputs, pool)
     common: dict[str, Any] = {"state": state.recurrent, "pad_slot": pool.pad_slot}
     # A backend that norms what it prefills leaves the rows of the other tables; else all rows are normed at once.
-    fuses = inputs.fuse and isinstance(choices["prefill"].backend, FusingBackend)
+    fuses = inputs.fuse and _fuses(choices["prefill"].name)
     norms_apart = batch.prefill is not None and fuses
     if batch.prefill is not None:
         _prefill(inputs, batch.prefill, pool, state, choices, norms_apart)
@@ -99,6 +100,12 @@ def run_core(
     for rest in (batch.decode, batch.verify):
         if rest is not None:
             _norm(inputs, rest.segments, choices)
+
+
+@functools.cache
+def _fuses(backend: str) -> bool:
+    """Asking a protocol takes microseconds."""
+    return isinstance(load(backend), FusingBackend)
 
 
 def _norm(inputs: CoreInputs, segments: Segments | None, choices: Mapping[LayerOp, Choice]) -> None:

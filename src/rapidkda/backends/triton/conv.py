@@ -212,7 +212,8 @@ def conv(call: ConvCall) -> None:
     prepared = call.memo.get("triton")
     if prepared is None:
         prepared = call.memo["triton"] = _bind(call)
-    prepared((call.x, call.weight, call.bias, call.out, call.pool, call.checkpoint_pool), _tables(call))
+    data = (call.x, call.weight, call.bias, call.out, call.pool, call.checkpoint_pool)
+    prepared.alone(call, data, _tables(call))
 
 
 def _tables(call: ConvCall) -> tuple[Tensor | None, ...]:

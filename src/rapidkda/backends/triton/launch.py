@@ -12,14 +12,14 @@ import operator
 import struct
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import knobs
 
 from ... import env
-from ...problem import GateKind, Tokens
+from ...problem import GateKind, Repeat, Tokens
 from ..driver import Launches, Shape
 
 # Segment and slot tables are slices of one buffer: their alignment changes with the number of segments, and must not
@@ -86,19 +86,21 @@ class Launch:
         views: tuple[torch.dtype | None, ...],
     ):
         self._launcher = launcher
-        self._index = device.index if is_gpu(device) else -1
+        self.index = device.index if is_gpu(device) else -1
         self._grid = grid
         self._rest = (*sizes, *strides, *constants)
         self._key = (device.index, tuple(options.items()), strides, constants)
         self._options = options
         self._views = views
         self._found: dict[Any, Run] = {}  # how to launch, by the alignment of the data
+        self._aligned: Compiled | None = None  # the kernel where all of the data are aligned
+        self._steps = Steps()
 
     def __call__(
         self, data: tuple[Tensor | None, ...], tables: tuple[Tensor | None, ...], compile_only: bool = False
     ) -> bool:
         """Launch, or only make sure that a launch will find its kernel. True if a kernel was compiled for it."""
-        index = self._index
+        index = self.index
         if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(data, tables, compile_only)
@@ -121,7 +123,7 @@ class Launch:
         key = (*self._key, aligned, tuple(dtypes))
         known = self._launcher.compiled.get(key)
         if known is not None:
-            self._found[aligned] = self._bound(known)
+            self._keep(aligned, known)
             return self(data, tables, compile_only)
         arguments = (*[_read_as(x, dtype) for x, dtype in typed], *tables, *self._rest)
         kernel = self._launcher.kernel
@@ -129,12 +131,26 @@ class Launch:
             compiled = kernel.warmup(*arguments, grid=self._grid, **self._options)
         else:
             compiled = kernel[self._grid](*arguments, **self._options)
-        if self._index < 0 or env.flag("TRITON_INTERPRET"):
+        if self.index < 0 or env.flag("TRITON_INTERPRET"):
             return False  # nothing to find again: interpreted, or compiled for a target that is not here
         known = Compiled(compiled, [dtype is None for dtype in dtypes], len(self._rest))
         self._launcher.compiled[key] = known
-        self._found[aligned] = self._bound(known)
+        self._keep(aligned, known)
         return True
+
+    def alone(self, call: Any, data: tuple[Tensor | None, ...], tables: tuple[Tensor | None, ...]) -> bool:
+        """The one launch of a call; the same as `Steps.run`."""
+        return self._steps.run(call, [(self, data, tables)])
+
+    def placed(self) -> Placed | None:
+        """It with all of the data aligned, once it is known how the driver takes that."""
+        known = self._aligned
+        return None if known is None or not known.direct else known.place(self._grid, self._rest)
+
+    def _keep(self, aligned: Any, known: Compiled) -> None:
+        self._found[aligned] = self._bound(known)
+        if aligned is True:
+            self._aligned = known
 
     def _bound(self, known: Compiled) -> Run:
         """How to launch a compiled kernel."""
@@ -155,11 +171,9 @@ class Launch:
                 *self._rest,
             )
 
-        if not known.offsets:
+        if not known.direct:
             return through_triton
-        about = compiled.metadata
-        shape = Shape(compiled.function, self._grid, about.num_warps * 32, about.shared, bool(about.launch_pdl))
-        direct = Launches(self._index, [shape], known.pack(self._rest), known.offsets, known.addresses)
+        direct = together(self.index, [known.place(self._grid, self._rest)])
 
         def through_the_driver(stream: int, addresses: Sequence[int]) -> None:
             if _hooked():  # a profiler of Triton's wants to see its launches
@@ -178,14 +192,14 @@ class Compiled:
         absent: which of its pointers are None.
         rest: how many arguments follow the pointers.
 
-    `offsets` is empty where Triton's own launch does more than start the kernel: on another vendor's device, with
-    scratch memory of Triton's, clusters, cooperative grids, or parameters of other types than ours.
+    Not `direct` where Triton's own launch does more than start the kernel: on another vendor's device, with scratch
+    memory of Triton's, clusters, cooperative grids, or parameters of other types than ours.
     """
 
     def __init__(self, kernel: Any, absent: list[bool], rest: int):
         self.kernel = kernel
         self.absent = absent
-        self.offsets: tuple[int, ...] = ()
+        self.direct = False
         about = kernel.metadata
         if about.target.backend != "cuda" or about.global_scratch_size or about.profile_scratch_size:
             return
@@ -198,13 +212,70 @@ class Compiled:
         packed = [_PACKED.get(values[n]) for n in self._kept]
         if len(values) != rest or None in packed or not all(kind.startswith("*") for kind in given):
             return
-        self.addresses = struct.Struct(f"<{len(given)}Q")
-        self._layout = struct.Struct("<" + "8x" * len(given) + "".join(map(str, packed)) + "8x" * _SCRATCH)
-        self.offsets = tuple(range(0, self._layout.size, 8))
+        self._layout = struct.Struct("<" + "".join(map(str, packed)) + "8x" * _SCRATCH)
+        self.direct = True
 
-    def pack(self, rest: tuple[Any, ...]) -> bytes:
-        """All parameters with the addresses left open."""
-        return self._layout.pack(*[rest[n] for n in self._kept])
+    def place(self, grid: tuple[int, int, int], rest: tuple[Any, ...]) -> Placed:
+        """A launch of it, with the addresses left open."""
+        about = self.kernel.metadata
+        shape = Shape(self.kernel.function, grid, about.num_warps * 32, about.shared, bool(about.launch_pdl))
+        return Placed(shape, self.absent.count(False), self._layout.pack(*[rest[n] for n in self._kept]))
+
+
+class Placed(NamedTuple):
+    """A launch: how many addresses it takes, and the parameters after them."""
+
+    shape: Shape
+    addresses: int
+    values: bytes
+
+
+def together(device: int, launches: Sequence[Placed]) -> Launches:
+    """Launches that take their addresses, one after another's, at once."""
+    total = 8 * sum([one.addresses for one in launches])
+    kernels, taken, values = [], 0, total
+    for one in launches:
+        addresses = range(taken, taken + 8 * one.addresses, 8)
+        kernels.append((one.shape, [*addresses, *range(values, values + len(one.values), 8)]))
+        taken, values = taken + 8 * one.addresses, values + len(one.values)
+    parameters = bytes(total) + b"".join([one.values for one in launches])
+    return Launches(device, kernels, parameters, struct.Struct(f"<{total // 8}Q"))
+
+
+Step = tuple[Launch, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]  # with data and tables
+
+
+class Steps:
+    """The launches of a kind of call, one after another."""
+
+    def __init__(self) -> None:
+        self._device = -1
+        self._together: Launches | None = None  # all of them, where all data are aligned
+
+    def run(self, call: Any, steps: Sequence[Step]) -> bool:
+        """Launch them. True if a kernel was compiled for one."""
+        compiled = [launch(data, tables) for launch, data, tables in steps]
+        if self._together is None:  # until every kernel is known
+            self._together = self._joined(steps)
+        if self._together is not None:
+            data = [x for _, data, _ in steps for x in data if x is not None]
+            tensors = [x for _, data, tables in steps for x in (*data, *tables) if x is not None]
+            call.repeat = Repeat(tuple(tensors), self.launch, tuple(data))
+        return any(compiled)
+
+    def launch(self, addresses: tuple[int, ...]) -> bool:
+        """Launch them all from their addresses; False on another device, or where a profiler of Triton's looks on."""
+        if self._together is None or self._device != torch._C._cuda_getDevice() or _hooked():
+            return False
+        self._together(torch._C._cuda_getCurrentRawStream(self._device), addresses)
+        return True
+
+    def _joined(self, steps: Sequence[Step]) -> Launches | None:
+        placed = [one for one in [launch.placed() for launch, _, _ in steps] if one is not None]
+        if not steps or len(placed) < len(steps):
+            return None
+        self._device = steps[0][0].index
+        return together(self._device, placed)
 
 
 _PACKED = {"i32": "i4x", "i64": "q", "fp32": "f4x"}

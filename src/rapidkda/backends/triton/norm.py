@@ -56,7 +56,7 @@ def norm(call: NormCall) -> None:
     if prepared is None:
         prepared = call.memo["triton"] = _bind(call)
     tables = (None, None) if segments is None else (segments.first_token, segments.length)
-    prepared((call.x, call.z, call.weight, call.out), tables)
+    prepared.alone(call, (call.x, call.z, call.weight, call.out), tables)
 
 
 def _bind(call: NormCall) -> launch.Launch:

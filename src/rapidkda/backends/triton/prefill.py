@@ -117,40 +117,36 @@ class Prepared:
         )
         # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and address
         self._wide_values = all(stride % 16 == 0 for stride in tokens.v.stride()[:2])
+        self._steps = launch.Steps()
         self._scans: dict[tuple[int, bool], launch.Launch] = {}  # by pass and language, as they are needed
 
     def run(self, call: PrefillCall) -> None:
         """Launch a call of this kind."""
         tokens, segments = call.tokens, call.segments
         workspace = _workspace(call, self.scratch_bytes)
-        self._tiles((workspace,), (segments.first_token, segments.length))
+        steps: list[launch.Step] = [(self._tiles, (workspace,), (segments.first_token, segments.length))]
         if tokens.count > 0:
-            self._prepare((*launch.inputs(tokens, values=False), *[workspace] * 3), ())
-        run, other = self._run_whole, self._run_parts
+            steps.append((self._prepare, (*launch.inputs(tokens, values=False), *[workspace] * 3), ()))
+        chosen, other = self._whole(call, workspace), self._parts
         if self.cut.parts:
-            run, other = other, run
-        if run(call, workspace):  # the first call of its kind: another length may take the other form, and must not
-            other(call, workspace, compile_only=True)  # compile then
+            chosen, other = self._parts(call, workspace), self._whole
+        if self._steps.run(call, [*steps, *chosen]):  # the first call of its kind: another length may take the other
+            for step, data, tables in other(call, workspace):  # form, and must not compile then
+                step(data, tables, compile_only=True)
 
-    def _run_whole(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
+    def _whole(self, call: PrefillCall, workspace: Tensor) -> list[launch.Step]:
         exported = _exported(call)
-        return self._scan(call, WHOLE)(
-            (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
-            _tables(call, exported),
-            compile_only,
-        )
+        data = (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported)
+        return [(self._scan(call, WHOLE), data, _tables(call, exported))]
 
-    def _run_parts(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
+    def _parts(self, call: PrefillCall, workspace: Tensor) -> list[launch.Step]:
         exported = _exported(call)
-        self._scan(call, TRANSITIONS)(
-            (*[workspace] * 3, call.tokens.v, call.out, call.initial, None, None), _tables(call, None), compile_only
-        )
-        self._compose((workspace, workspace), (), compile_only)
-        return self._scan(call, RESUME)(
-            (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
-            _tables(call, exported),
-            compile_only,
-        )
+        data = (*[workspace] * 3, call.tokens.v, call.out, call.initial)
+        return [
+            (self._scan(call, TRANSITIONS), (*data, None, None), _tables(call, None)),
+            (self._compose, (workspace, workspace), ()),
+            (self._scan(call, RESUME), (*data, call.final, exported), _tables(call, exported)),
+        ]
 
     def _scan(self, call: PrefillCall, passes: int) -> launch.Launch:
         gluon = self.choice.gluon and self._wide_values and call.tokens.v.data_ptr() % 16 == 0

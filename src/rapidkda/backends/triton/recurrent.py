@@ -232,7 +232,8 @@ def _run_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accept
     if prepared is None:
         prepared = call.memo["triton"] = _bind_step(call, read, write, accepted)
     segments = call.segments
-    prepared(
+    prepared.alone(
+        call,
         (*launch.inputs(call.tokens), call.out, call.pool),
         (segments.first_token, segments.length, read, write, accepted),
     )
@@ -276,7 +277,9 @@ def _run_replay(call: VerifyCall, records: Tensor) -> None:
     data = (*launch.inputs(call.tokens), call.out, call.pool, records)
     tables = (segments.first_token, segments.length, call.slots, call.accepted)
     run, other = prepared
-    if run(data, tables):  # the first call of its kind: another batch may take the other, and must not compile then
+    if run.alone(
+        call, data, tables
+    ):  # the first call of its kind: another batch may take the other, and must not compile then
         other(data, tables, compile_only=True)
 
 
@@ -324,7 +327,7 @@ def commit(call: CommitCall) -> None:
     prepared = call.memo.get("triton")
     if prepared is None:
         prepared = call.memo["triton"] = _bind_commit(call)
-    prepared((call.pool, call.records), (call.slots, call.accepted))
+    prepared.alone(call, (call.pool, call.records), (call.slots, call.accepted))
 
 
 def _bind_commit(call: CommitCall) -> launch.Launch:

@@ -58,7 +58,7 @@ struct Params {
     int initial_rows, final_rows, checkpoint_rows, pad_slot;
     int parts;                     // P: of a segment, two CTAs each
     u32 flags;
-    float scale, beta_scale, lower_bound;
+    float scale, beta_scale, lower_bound;  // the scale of queries times 2^4: see Range
     int checkpoints;               // entries of checkpoint_offset and checkpoint_slot
     u16 order[kOrderEntries];
     Share shares[kShares];

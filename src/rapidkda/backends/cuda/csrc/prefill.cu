@@ -10,10 +10,9 @@
 #include "recurrence.cuh"
 #include "seams.cuh"
 
-using Kernel =
-    PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT, KDA_PARTS, KDA_CONVOLVES, KDA_NORMS>;
 // A part of a segment, in one of three ways: see run_part.
-constexpr bool kInParts = Kernel::kForm == Form::kTransition;
+constexpr bool kInParts = Form::KDA_FORM == Form::kTransition;
+using Kernel = PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT, kInParts, KDA_CONVOLVES, KDA_NORMS>;
 using First = PrefillConfig<Form::kPair, KDA_BOUNDED, KDA_GATE_FLOAT, true>;
 using OneShare = PrefillConfig<Form::kWhole, KDA_BOUNDED, KDA_GATE_FLOAT, true>;
 DEVICE constexpr int largest(int a, int b) { return a > b ? a : b; }
@@ -142,7 +141,7 @@ DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
     if (threadIdx.x == 0) {
         seams[rank] = seam;
         store_remote(shared_address(seams + rank), rank ^ 1, seam);
-        if (p.seams) p.seams[seam_index(p, work.segment, 2 * part + rank, head)] = seam;
+        p.seams[seam_index(p, work.segment, 2 * part + rank, head)] = seam;
     }
     __syncwarp();
     cluster_barrier();

@@ -40,6 +40,8 @@ struct Range {
     float low = kLow;  // 0 where `in` is at its most: a state that only decays (a transition's M) arrives there for good
 
     DEVICE u32 out() const { return 0x7f007f00u - in; }  // and of what goes out: the inverse, of a power of two
+    // The same for outputs, which carry 2^4 besides, from the scale of queries: so Aqk is in the middle of fp16's range.
+    DEVICE u32 out_of_outputs() const { return 0x7d007d00u - in; }
 
     // Largest magnitude of this lane's part of U.
     DEVICE static float largest(const float* u) {
@@ -337,7 +339,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
             const Pair y = t < 2 ? Pair{query_scale.x, query_scale.y} : Pair{query_scale.z, query_scale.w};
             const float first = fmaf(y.x, products[8 + 2 * t], o[2 * t]);
             const float second = fmaf(y.y, products[9 + 2 * t], o[2 * t + 1]);
-            output[t] = multiply_bf16(pack_bf16(first, second), range.out());
+            output[t] = multiply_bf16(pack_bf16(first, second), range.out_of_outputs());
         }
         stage_output(this_stage);
         if constexpr (kBeside) scale_values();
@@ -381,7 +383,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     if constexpr (kShare) cluster_wait();
     if (!w.kept) return;
-    if (C::kParts && p.parts > 1)
+    if (C::kParts)
         store_transition(state, transition_of(p, w.segment, w.part, w.head), identity, row, column, low_bf16(range.out()));
     else if (p.final_ && C::kForm != Form::kTransition)
         store_state(state, p.final_, w.write_slot * p.final_stride + head_offset(), row, column,

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....problem import FusedConv, PrefillCall
+from ....problem import PrefillCall
 from .tensor_map import tensor_map
 
 SIZE = 704  # sizeof(Neighbours)
 MAPS_AT = 128
 _MAPS = "512s"
 _CONSTANTS = struct.Struct("<7q3iIf")
+
+# Where a call has the tensors whose addresses come after the maps, in the order of the C struct.
+ADDRESSED = (
+    "conv.x",
+    "conv.weight",
+    "conv.pool",
+    "conv.checkpoint_pool",
+    "conv.read_slots",
+    "conv.accepted",
+    "norm.weight",
+)
 
 
 class Flags:
@@ -59,25 +69,11 @@ def pack(call: PrefillCall) -> bytes:
     ).ljust(MAPS_AT, b"\0")
 
 
-def tensors(call: PrefillCall) -> tuple[Tensor | None, ...]:
-    """The addresses in the order of the C struct."""
-    conv: FusedConv | None = call.conv
-    weight = None if call.norm is None else call.norm.weight
-    if conv is None:
-        return None, None, None, None, None, None, weight
-    return conv.x, conv.weight, conv.pool, conv.checkpoint_pool, conv.read_slots, conv.accepted, weight
-
-
 def maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
     """The four tensor maps; what a kernel does not read stays 0."""
     tokens = call.tokens
     before = [b""] if call.conv is None else [tensor_map(x, 2, keep, 3) for x in (tokens.q, tokens.k, tokens.v)]
     return b"".join(before).ljust(384, b"\0") + (b"" if call.norm is None else tensor_map(call.norm.z, 2, keep))
-
-
-def values(call: PrefillCall, keep: list[Tensor]) -> tuple[Any, ...]:
-    """What differs from call to call."""
-    return maps(call, keep), *[x.data_ptr() for x in tensors(call) if x is not None]
 
 
 def layout(present: Sequence[bool]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ORDER_ENTRIES = 64
+SCALED_UP = 2.0**4  # of the queries' scale; `Range` of csrc/recurrence.cuh takes it back
 SIZE = 1728  # sizeof(Params): its alignment is that of a tensor map, 64
 
 

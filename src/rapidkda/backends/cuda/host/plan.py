@@ -31,14 +31,12 @@ MOST_CHECKPOINT_BYTES = 1 << 28  # scratch that checkpoints within parts may tak
 # the next head costs, and a chunk. Unbounded gates cost 1.1 times as much in every form, so the choice is the same.
 WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.13
 PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 14.0, 4.0, 0.605
-# A part alone, which may be shared by time: what looking for seams costs, and a chunk of its pair. Else two launches: a
-# chunk of a transition, a transition applied, bytes of outputs corrected in a microsecond, and a checkpoint of a head
-# for one of as many CTAs as there are multiprocessors.
-SEAM_US, PART_US = 5.0, 0.685
+# Parts, two launches: a chunk of a transition, a transition applied, bytes of outputs corrected in a microsecond, and a
+# checkpoint of a head for one of as many CTAs as there are multiprocessors.
 PARALLEL_START_US, TRANSITION_US, APPLY_US, CORRECT_BYTES_US, CHECKPOINT_US = 40.0, 1.02, 2.0, 3.4e6, 6.0
 FIRST_PART = 1.5  # chunks of the first part for one of any other: csrc/parts.cuh
 # The same launches where all is forgotten, a chunk of a share, and the most chunks that it begins early.
-FORGETTING_START_US, FORGETTING_CORRECT_US, SHARE_US, WARM_UP_CHUNKS = 33.0, 13.0, 1.12, 5
+FORGETTING_START_US, SHARE_US, WARM_UP_CHUNKS = 46.0, 1.12, 5
 
 # What a neighbour adds to a chunk, where the form can take it on; and what one costs by itself: a launch, and the bytes
 # of its rows at the rate that they reach.
@@ -59,7 +57,7 @@ class Plan:
 
     Attributes:
         form: which kernels run.
-        parts: of a segment, 1 unless `form` is `parallel`.
+        parts: of a segment; 1 unless `form` is `parallel`, and at least 2 then.
         predicted_us: the cost model's device time.
         alternatives: the same for every form considered, "name": microseconds.
     """
@@ -114,10 +112,7 @@ def plan_prefill(
         costs["pair", 1] = PAIR_START_US + start_us + _serial(*sizes, sms // 2, PAIR_SWITCH_US, pair_us)
     exported = checkpoints * value_heads
     most_parts = MAX_PARTS if exported * TRANSITION_BYTES <= MOST_CHECKPOINT_BYTES else 1
-    for parts in range(1, min(most_parts, sms // (2 * chains)) + 1) if "parallel" in able else ():
-        if parts == 1:
-            costs["parallel", 1] = PAIR_START_US + SEAM_US + longest_chunks * PART_US
-            continue
+    for parts in range(2, min(most_parts, sms // (2 * chains)) + 1) if "parallel" in able else ():
         each = 1 / (parts - 1 + FIRST_PART)  # of the chunks
         corrected = each * (parts - 1) * total_chunks * CHUNK * value_heads * CORRECTED_BYTES
         costs["parallel", parts] = (
@@ -137,8 +132,7 @@ def forgetting_us(form: FormName, parts: int, us: float, longest: int) -> float:
     """Time of a form where all heads forget; `us`: its time where none does."""
     if form != "parallel":
         return us
-    start_us = FORGETTING_START_US + FORGETTING_CORRECT_US * (parts > 1)
-    return start_us + (longest / (2 * parts) + WARM_UP_CHUNKS) * SHARE_US
+    return FORGETTING_START_US + (longest / (2 * parts) + WARM_UP_CHUNKS) * SHARE_US
 
 
 @functools.lru_cache(maxsize=4096)

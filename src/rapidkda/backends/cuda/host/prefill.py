@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .... import env
-from ....problem import PrefillCall
+from ....problem import PrefillCall, Repeat
 from ....segments import Segments
 from ...driver import Launches, Shape
 from .. import compiler
@@ -43,21 +45,16 @@ _TABLES = (
 )
 _ADDRESSED = ("tokens.beta", "tokens.gate.A_log", "tokens.gate.dt_bias", "out", *_POOLS, *_TABLES)
 _address = Tensor.data_ptr
-# Form, whether its CTAs come in twos, whether runs are parts of segments.
-_FORMS = {
-    "whole": ("kWhole", False, False),
-    "pair": ("kPair", True, False),
-    "parallel": ("kTransition", True, True),
-}
+# Form, and whether its CTAs come in twos.
+_FORMS = {"whole": ("kWhole", False), "pair": ("kPair", True), "parallel": ("kTransition", True)}
 
 
 @functools.cache
 def kernel(form: str, bounded: bool, gate_float: bool, convolves: bool = False, norms: bool = False) -> KernelSource:
     """The prefill kernel of a form (`whole`, `pair`, `parallel`), gate kind, dtype of g, what it fuses."""
-    name, cluster, parts = _FORMS[form]
+    name, cluster = _FORMS[form]
     macros = {
         "KDA_FORM": name,
-        "KDA_PARTS": str(parts).lower(),
         "KDA_CLUSTER": str(int(cluster)),
         "KDA_BOUNDED": str(bounded).lower(),
         "KDA_GATE_FLOAT": str(gate_float).lower(),
@@ -122,48 +119,73 @@ class Prepared:
     """What calls of a kind share: the plan, the kernels, and all of their parameter but maps and addresses."""
 
     def __init__(self, call: PrefillCall, forced: Plan | None = None):
-        index = call.tokens.q.device.index
+        self._place = call.tokens.q.device
+        index = self._place.index
         self.device = torch.cuda.current_device() if index is None else index
         self.plan = plan(call, multiprocessors(self.device)) if forced is None else forced
-        self._scratch = scratch(call, self.plan)
-        self._scratch_bytes = self._scratch.bytes
+        needed = scratch(call, self.plan)
+        self._scratch_bytes, self._scratch_places = needed.bytes, needed.places
         self._own_scratch = call.workspace is None or call.workspace.shape[0] < self._scratch_bytes
-        self._dense_rows = not _strided_rows(call.out)
         self._present = [_has(call, name) for name in _ADDRESSED]
+        self._present_beside = [_has(call, name) for name in neighbours.ADDRESSED]
         present = list(itertools.compress(_ADDRESSED, self._present))
         tables = [name for name in present if name.startswith(("segments", "checkpoints"))]
+        self._dense_rows = not _strided_rows(call.out)
         self._dense_tables = all(operator.attrgetter(name)(call).is_contiguous() for name in tables)
-        self._tensors = operator.attrgetter(*_MAPPED, *present)
-        self._pools_at = [present.index(name) for name in _POOLS if name in present]
+        # The tensors whose addresses a launch takes: those with maps, those of neighbours, the others, scratch.
+        mapped = _MAPPED if call.norm is None else (*_MAPPED, "norm.z")
+        names = [*mapped, *itertools.compress(neighbours.ADDRESSED, self._present_beside), *present]
+        self._mapped, self._beside = len(mapped), len(names) - len(present)
+        if self._scratch_bytes and not self._own_scratch:
+            names.append("workspace")
+        self._tensors: Callable[[PrefillCall], tuple[Tensor, ...]] = operator.attrgetter(*names)
+        self._pools_at = [names.index(name) for name in _POOLS if name in names]
         self._fuses = call.conv is not None or call.norm is not None
         self._even_slots = call.state_v_first and not any(_first_stride(pool) % 2 for pool in _pools(call))
         self._launches: dict[tuple[bool, bool], Launches] = {}  # by what addresses decide
-        self._maps: dict[tuple[int, ...], bytes] = {}
+        self._usual = self._even_slots, True
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
 
     def run(self, call: PrefillCall) -> None:
         """Launch a call of this kind on the current stream of its device, the current one."""
-        given = call
-        if not (self._dense_rows and self._dense_tables) or call.out.data_ptr() % ALIGNMENT:
+        given, in_place = call, self._dense_rows and self._dense_tables
+        if not in_place or call.out.data_ptr() % ALIGNMENT:
             call = self._dense(call)
-        q, k, v, g, *addresses = map(_address, self._tensors(call))
+        tensors = self._tensors(call)
+        addresses = tuple(map(_address, tensors))
         keep: list[Tensor] = []  # copies that must outlive the launches
-        maps = self._maps.get((q, k, v, g)) or self._make_maps(call, (q, k, v, g), keep)
-        vectors = self._even_slots
-        for place in self._pools_at:
-            vectors = vectors and not addresses[place] % 8
-        if self._scratch_bytes:
-            workspace = self._workspace(call)  # alive until all is launched: its memory may not be another's before
-            start = workspace.data_ptr()
-            addresses += [start + at for at in self._scratch.places]
+        mapped = addresses[: self._mapped]
+        maps = self._maps.get(mapped) or self._make_maps(call, mapped, keep)
+        vectors = self._even_slots and not any(addresses[place] % 8 for place in self._pools_at)
         variant = vectors, call.out is given.out
         launches = self._launches.get(variant)
         if launches is None:
             launches = self._launches[variant] = self._bind(call, vectors)
-        # The call takes a tenth of the time of current_stream().
-        before = neighbours.values(call, keep) if self._fuses else ()
-        launches(torch._C._cuda_getCurrentRawStream(self.device), (*before, maps, *addresses))
+        self._start(launches, maps, addresses)
         if call.out is not given.out:
             given.out.copy_(call.out)
+        elif in_place:
+            call.repeat = Repeat(tensors, self.launch, (call.out, *[pool for pool in _pools(call) if pool is not None]))
+
+    def launch(self, addresses: tuple[int, ...]) -> bool:
+        """Launch a call that nothing has to be copied for from its addresses; False where it is not known to be one."""
+        maps, launches = self._maps.get(addresses[: self._mapped]), self._launches.get(self._usual)
+        if maps is None or launches is None or self.device != torch._C._cuda_getDevice():
+            return False
+        self._start(launches, maps, addresses)
+        return True
+
+    def _start(self, launches: Launches, maps: tuple[bytes, ...], addresses: tuple[int, ...]) -> None:
+        rest = addresses[self._beside :]
+        if self._scratch_bytes:
+            if self._own_scratch:  # alive until all is launched: its memory may not be another's before
+                workspace = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._place)
+                rest = (*rest, workspace.data_ptr())
+            rest = (*rest[:-1], *[rest[-1] + at for at in self._scratch_places])
+        values: tuple[Any, ...] = (*maps, *rest)
+        if self._fuses:
+            values = (maps[0], *addresses[self._mapped : self._beside], maps[1], *rest)
+        launches(torch._C._cuda_getCurrentRawStream(self.device), values)  # a tenth of the time of current_stream()
 
     def _dense(self, call: PrefillCall) -> PrefillCall:
         """The same call on copies of what the kernels cannot address."""
@@ -183,14 +205,10 @@ class Prepared:
                 )
         return replace(call, out=out, segments=segments, checkpoints=checkpoints)
 
-    def _workspace(self, call: PrefillCall) -> Tensor:
-        if call.workspace is not None and not self._own_scratch:
-            return call.workspace
-        return torch.empty(self._scratch_bytes, dtype=torch.uint8, device=call.tokens.q.device)
-
-    def _make_maps(self, call: PrefillCall, addresses: tuple[int, ...], keep: list[Tensor]) -> bytes:
-        """The four tensor maps, kept by the addresses that they were made for unless those are of copies."""
-        maps = _maps(call, keep)
+    def _make_maps(self, call: PrefillCall, addresses: tuple[int, ...], keep: list[Tensor]) -> tuple[bytes, ...]:
+        """The tensor maps, those of neighbours first, kept by the addresses that they were made for unless those are of
+        copies."""
+        maps = (neighbours.maps(call, keep), _maps(call, keep)) if self._fuses else (_maps(call, keep),)
         if not keep:
             if len(self._maps) >= _MOST_MAPS:
                 self._maps.clear()
@@ -206,13 +224,13 @@ class Prepared:
         parameter = params.pack(constants, order, shares)
         present = [*self._present, *[scratch] * 3]
         if not self._fuses:
-            return Launches(self.device, shapes, parameter, (0,), params.addresses(present))
+            kernels = [(shape, (0,)) for shape in shapes]
+            return Launches(self.device, kernels, parameter, params.addresses(present))
         return Launches(
             self.device,
-            shapes,
+            [(shape, (neighbours.SIZE, 0)) for shape in shapes],
             neighbours.pack(call).ljust(neighbours.SIZE, b"\0") + parameter,
-            (neighbours.SIZE, 0),
-            params.addresses(present, neighbours.layout([x is not None for x in neighbours.tensors(call)])),
+            params.addresses(present, neighbours.layout(self._present_beside)),
             neighbours.MAPS_AT,
         )
 
@@ -240,8 +258,6 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
             return [main]
         return [main, shape(HISTORY, -(-call.conv.x.shape[1] // _HISTORY_CHANNELS), segments.count)]
     main = shape(kernel("parallel", bounded, gate_float), units * chosen.parts)
-    if chosen.parts == 1:
-        return [main]
     # Last states, slices of the later parts' tokens, checkpoints: as many slices as there is room for at once.
     checkpoints = _checkpoints(call) * tokens.value_heads
     later = units * (chosen.parts - 1)
@@ -302,7 +318,7 @@ def _constants(call: PrefillCall, parts: int, ordered: bool, scheduled: bool, ve
         pad_slot=call.pad_slot,
         parts=parts,
         flags=sum(bit for bit, on in flags.items() if on),
-        scale=tokens.scale,
+        scale=tokens.scale * params.SCALED_UP,
         beta_scale=tokens.beta_scale,
         lower_bound=gate.lower_bound or 0.0,
         checkpoints=_checkpoints(call),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .... import env
-from ....problem import CommitCall, VerifyCall
+from ....problem import CommitCall, Repeat, VerifyCall
 from ...driver import Launches, Shape
 from .. import compiler
 from ..compiler import KernelSource
@@ -51,7 +51,7 @@ def verify(call: VerifyCall) -> None:
                 raise NotImplementedError("the cuda backend has no kernel for a slot a position; unmet() says so")
             constants = _constants(call, call.records)
             prepared = call.memo["cuda"] = Prepared(tensors, _kernel(call.pool, call.records), constants)
-        prepared(tensors)
+        call.repeat = prepared(tensors)
 
 
 def commit(call: CommitCall) -> None:
@@ -62,7 +62,7 @@ def commit(call: CommitCall) -> None:
         if prepared is None:
             constants = _state_constants(call, call.records)
             prepared = call.memo["cuda"] = Prepared(tensors, _kernel(call.pool, call.records), constants)
-        prepared(tensors)
+        call.repeat = prepared(tensors)
 
 
 class Prepared:
@@ -97,16 +97,19 @@ class Prepared:
                         self._vectors &= ~flag
         self._launches: dict[int, Launches] = {}  # by the flags of alignment
 
-    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> Repeat:
         """Launch on the current stream."""
-        if self._device == torch._C._cuda_getDevice():
-            self._run(tensors)
-        else:
+        given = tuple([x for x in tensors if x is not None])
+        addresses = tuple(map(_address, given))
+        if not self.launch(addresses):
             with torch.cuda.device(self._device):
-                self._run(tensors)
+                self.launch(addresses)
+        return Repeat(given, self.launch)
 
-    def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
-        addresses = [_address(x) for x in tensors if x is not None]
+    def launch(self, addresses: tuple[int, ...]) -> bool:
+        """Launch on the current stream of the current device; False where that is another one."""
+        if self._device != torch._C._cuda_getDevice():
+            return False
         vectors = self._vectors
         for place, mask, flag in self._aligned:
             if addresses[place] & mask:
@@ -115,13 +118,16 @@ class Prepared:
         if launches is None:
             launches = self._launches[vectors] = self._bind(vectors)
         launches(torch._C._cuda_getCurrentRawStream(self._device), addresses)
+        return True
 
     def _bind(self, vectors: int) -> Launches:
         loaded = compiler.load(self._kernel, self._device)
         constants = self._constants._replace(flags=self._constants.flags | vectors)
         grid = min(constants.segments * constants.value_heads, multiprocessors(self._device))
         shape = Shape(loaded.function, (grid, 1, 1), loaded.threads, loaded.shared_bytes)
-        return Launches(self._device, [shape], step_params.pack(constants), (0,), step_params.addresses(self._present))
+        return Launches(
+            self._device, [(shape, (0,))], step_params.pack(constants), step_params.addresses(self._present)
+        )
 
 
 def _kernel(pool: Tensor, records: Tensor) -> KernelSource:
