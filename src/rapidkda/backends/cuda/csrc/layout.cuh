@@ -66,7 +66,8 @@ struct Config {
     static_assert(kGroups % 2 == 0 && kConsumers * kConsumerRegisters + kIdle * kIdleRegisters +
                                               (kThreads - kFirstProducer) * kProducerRegisters <=
                                           kThreads * kLaunchRegisters);
-    // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups.
+    // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups. In
+    // either, the CTA of rank `stage & 1` fills a stage.
     static constexpr int kStages = kCluster ? 8 : 4;
     // Behind V: low parts of the update's keys in chunks with strong writes, [4 x 4 n-tiles][lane][n-tile][tokens 2q,
     // 2q + 1, 8 + 2q, 9 + 2q], the upper bytes of fp16 words 2^11 times as large. Transitions have no room for them, nor

@@ -323,6 +323,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         // Beside the update: the output's last steps, and in clusters the next stage.
         const u32 this_stage = stage;
         const u32 empty = full + C::empty - C::full;
+        const u32 filler = stage_index & 1;
         stage += C::kStageBytes;
         full += 8;
         if (++stage_index == C::kStages) {
@@ -343,8 +344,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         if constexpr (kBeside) scale_values();
         wgmma_wait<0>();
         if (arrives()) {
-            barrier_arrive(empty);
-            if constexpr (C::kCluster) barrier_arrive_remote(empty, rank ^ 1);
+            if constexpr (C::kCluster)
+                barrier_arrive_remote(empty, filler);  // the CTA that fills the stage, be it this one
+            else
+                barrier_arrive(empty);
         }
         if constexpr (!kBeside) next_operands(i);
     };
