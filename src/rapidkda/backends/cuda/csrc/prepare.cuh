@@ -229,10 +229,12 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         else if (!solver && lane == 0)
             load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank, strong);
         __syncwarp();  // the scales are written by other lanes
-        if (lane < 16 && (!solver || !l2norm))
-            store_shared_float(stage + Stage::decay + (solver ? Stage::key_scale : Stage::query_scale) +
-                                   (lane >> 2) * Stage::lane_row + (lane & 3) * 4,
+        if (lane < 16 && (!solver || !l2norm)) {
+            const u32 to = stage + Stage::decay + (lane >> 2) * Stage::lane_row + (lane & 3) * 4;
+            store_shared_float(to + (solver ? Stage::key_scale : Stage::query_scale),
                                load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::rows_unshift);
+            store_shared(to + Stage::exact, 0);  // no marks, unless the solver finds some
+        }
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
         const u32 own_kd = stage + Stage::kd_qd + 2 * half, own_kr = stage + Stage::kr + half;

@@ -109,7 +109,8 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
                           x.across.x * y.row8 * y.columns.x, x.across.y * y.row8 * y.columns.y,
                           x.second.x * y.row8 * y.columns.z, x.second.y * y.row8 * y.columns.w}};
     store_lower(scratch, lane, l);
+    const bool marks = __any_sync(kAllLanes, alike(lane, l) | (strong != 0));
     __syncwarp();
     solve_and_store(stage, scratch, scales, lane, beta);
-    store_marks(stage, lane, warp_max(tokens_alike(lane, l)), strong, low_keys);
+    if (rarely(marks)) store_marks(stage, lane, warp_max(tokens_alike(lane, l)), strong, low_keys);
 }

@@ -32,16 +32,21 @@ DEVICE void store_lower(u32 scratch, int lane, LowerEntries x) {
     store_shared_float(to + 9 * next + 32, x.l[5]);
 }
 
+// Whether one of this lane's entries of L is large. Nothing above the diagonal counts; there, products may be anything.
+DEVICE bool alike(int lane, LowerEntries x) {
+    const int g = lane >> 2, c = 2 * (lane & 3);
+    auto large = [](float a, float b) { return fmaxf(fabsf(a), fabsf(b)) > Exact::kAlike; };
+    return large(x.l[2], x.l[3]) | (g > c & large(x.l[0], x.l[4])) | (g > c + 1 & large(x.l[1], x.l[5]));
+}
 // How many tokens there are from the first of this lane's rows with a large entry on: no token depends on a later one,
 // not even in its rounding.
 DEVICE u32 tokens_alike(int lane, LowerEntries x) {
-    const int g = lane >> 2, c = 2 * (lane & 3);
-    auto alike = [](float y) { return fabsf(y) > Exact::kAlike; };
-    const bool row = (g > c && alike(x.l[0])) || (g > c + 1 && alike(x.l[1]));
-    const bool row8 = alike(x.l[2]) || alike(x.l[3]) || (g > c && alike(x.l[4])) || (g > c + 1 && alike(x.l[5]));
-    return row ? kChunk - g : row8 ? kChunk - 8 - g : 0;
+    const int g = lane >> 2;
+    if (alike(lane, LowerEntries{{x.l[0], x.l[1]}})) return kChunk - g;
+    return alike(lane, x) ? kChunk - 8 - g : 0;
 }
-// The chunk's marks (layout.cuh, Exact). alike: the warp's largest; strong: bits of tokens with strong writes.
+// The chunk's marks (layout.cuh, Exact), where there are any. alike: the warp's largest; strong: bits of tokens with
+// strong writes.
 DEVICE void store_marks(u32 stage, int lane, u32 alike, u32 strong, bool low_keys) {
     if (lane >= 4) return;
     const u32 most_strong = strong ? kChunk + 1 - __ffs(strong) : 0;
