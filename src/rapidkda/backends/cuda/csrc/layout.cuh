@@ -82,7 +82,7 @@ struct Config {
     static constexpr int raw_before = raw_v + 4096;      // [q, k, v][2 halves][3 rows before the chunk][128 B]
     static constexpr int kRawBytes = kConvolves ? raw_before + 3 * 768 : raw_v;  // q, k, g of one chunk
     static constexpr int kRaw = (kRawBytes + 1023) / 1024 * 1024;
-    static constexpr int kScratch = 1536;                // of a producer group, see solve.cuh
+    static constexpr int kScratch = 1552;                // of a producer group, see solve.cuh
     // Of a consumer warp, its 16 x 16 output tile: in a cluster, in what the stage of its number leaves free.
     static constexpr int kStaging = kNorms ? 0 : 512;
     static_assert(!kCluster || (kStages >= kWarpgroups * 4 && Stage::prepared + kStaging <= Stage::v));

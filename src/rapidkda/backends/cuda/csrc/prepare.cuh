@@ -161,29 +161,31 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll 1
         for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
             if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
-    // The warp that does not solve asks for the next chunk's write strengths, and when it is done tells the other one
-    // which of them are strong: at the next chunk it solves.
-    float beta = 0.f;  // of token `lane`, for the solver
-    u32 strong = 0;    // bits of tokens
-    bool upper = false;
-    auto ask_for_beta = [&](int i, int lane) {
-        if (lane < 16)
-            upper = request_beta(p, w, i * kChunk + lane, scratch + Scratch::beta + lane * Scratch::lower_row);
+    bool upper;
+    // Write strengths, of token `lane`. A warp looks after those of the chunks that it solves: behind its products of the
+    // chunk before the last of its own it asks for them, and ahead of its products of the last it decodes them in place
+    // and tells the other warp which of them are strong.
+    auto beta_of = [&](int turn) { return scratch + Scratch::beta + (turn & 3) * 4; };
+    auto strong_of = [&](int turn) { return scratch + Scratch::strong + (turn & 3) * 4; };
+    auto ask_for_beta = [&](int i, int turn, int lane) {
+        return lane < kChunk && request_beta(p, w, i * kChunk + lane, beta_of(turn) + lane * Scratch::lower_row);
     };
-    auto take_beta = [&](int i, int lane) {
+    auto take_beta = [&](int i, int turn, int lane) {
+        const u32 at = beta_of(turn) + lane * Scratch::lower_row;
         copy_words_wait();
-        beta = 0.f;
-        if (lane < min(kChunk, w.rows - i * kChunk))
-            beta = decode_beta(p, load_shared(scratch + Scratch::beta + lane * Scratch::lower_row), upper);
-        strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
-        if (lane == 0) store_shared(scratch + Scratch::strong, strong);
+        float beta = 0.f;
+        if (lane < min(kChunk, w.rows - i * kChunk)) beta = decode_beta(p, load_shared(at), upper);
+        if (lane < kChunk) store_shared_float(at, beta);
+        const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
+        if (lane == 0) store_shared(strong_of(turn), strong);
     };
-    if (warp == ((base + first) / kStep & 1)) {
-        ask_for_beta(first, this_lane);
-        take_beta(first, this_lane);
+    {  // of this warp's first chunk, and of the second one where the other warp solves the first
+        const int turn = (base + first) / kStep, later = (turn & 1) != warp;
+        upper = ask_for_beta(first + later * kStep, turn + later, this_lane);
+        if (!later) ask_for_beta(first + 2 * kStep, turn + 2, this_lane);
+        take_beta(first + later * kStep, turn + later, this_lane);
     }
     meet(exchange, 64);
-    strong = load_shared(scratch + Scratch::strong);
 
     const u32 half = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
@@ -196,7 +198,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
         const int rows = min(kChunk, w.rows - i * kChunk);
-        if (!solver) ask_for_beta(i + kStep, lane);
+        const u32 strong = load_shared(strong_of(turn));  // bits of tokens
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if constexpr (C::kConvolves) {
             if (i == 0 && w.first_chunk == 0) write_history<C>(p, b, w, raw, query_head, warp, lane);
@@ -207,14 +209,15 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         // Each warp writes its half of the channels, and scales need both.
         if (C::kConvolves || rows < kChunk) meet(exchange, 64);
         const bool l2norm = p.flags & kL2Norm;
-        if (!solver)
+        if (solver) {
             write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
-        else if (!l2norm)
-            write_row_scales(scales, raw + 4096, lane, rows, false, 1.f);
+            if (!l2norm) write_row_scales(scales, raw + 4096, lane, rows, false, 1.f);
+        }
 
         float decay[32];  // of this lane's channels and tokens: logits, then prefix sums of log2 decays
         load_logits<C>(decay, raw + 8192, warp, lane);
         accumulate_decays<C>(decay, gate, p.flags & kRawGate);
+        if (solver) take_beta(i + 2 * kStep, turn + 2, lane);
 
         barrier_wait(empty, (((base + i) / C::kStages) & 1) ^ 1);
         if constexpr (C::kNorms) {
@@ -222,17 +225,18 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             fence_async_proxy();
             meet(exchange, 64);
             if (lane == 0) output = Output{w.first_token + i * kChunk, rows, w.head, turn};
-            if (!solver && lane == 0) load_z<C>(b, shared, group, w.first_token + i * kChunk, w.head);
+            if (solver && lane == 0) load_z<C>(b, shared, group, w.first_token + i * kChunk, w.head);
         }
         if constexpr (C::kConvolves)
-            hand_values_over<C>(raw, stage, full, rank, warp, lane, !solver);
-        else if (!solver && lane == 0)
+            hand_values_over<C>(raw, stage, full, rank, warp, lane, solver);
+        else if (solver && lane == 0)
             load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank, strong);
         __syncwarp();  // the scales are written by other lanes
-        if (lane < 16 && (!solver || !l2norm)) {
+        if (solver && lane < kChunk) {
             const u32 to = stage + Stage::decay + (lane >> 2) * Stage::lane_row + (lane & 3) * 4;
-            store_shared_float(to + (solver ? Stage::key_scale : Stage::query_scale),
-                               load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::rows_unshift);
+            auto hand_over = [&](u32 to, u32 from) { store_shared_float(to, load_shared_float(from) * Gate::rows_unshift); };
+            hand_over(to + Stage::query_scale, scales + 64 + lane * 4);
+            if (!l2norm) hand_over(to + Stage::key_scale, scales + lane * 4);
             store_shared(to + Stage::exact, 0);  // no marks, unless the solver finds some
         }
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
@@ -246,30 +250,29 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
         store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::lane_row + (pair >> 2) * 8, anchors.end[0],
                           anchors.end[1]);
-        const int exchange_read = C::kEarlyReload && i + kStep < n ? inverse_read : 0;
+        const int exchange_read = !C::kEarlyReload || i + kStep < n ? inverse_read : 0;
         const u32 factors = stage + Stage::inverse + warp * 256;  // free until the solver's end
         if constexpr (Gate::anchors == 2)
             store_shared_words2(factors + lane * 8, anchors.factors[0], anchors.factors[1]);
         __syncwarp();
         const Products products = multiply_own<Gate>(own_inverse, own_kd, factors, lane);
         combine<Gate>(products, own_inverse, inverse + (warp ^ 1) * (C::kGateTile / 2), stage, scratch, scales, solver,
-                      lane, beta, rows, l2norm, exchange, exchange_read, strong, C::kLowKeys);
+                      lane, beta_of(turn), rows, l2norm, exchange, exchange_read, strong, C::kLowKeys);
+        if (!C::kEarlyReload && !solver) named_barrier(inverse_read, 64);
         if (C::kEarlyReload && !solver && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
         fence_async_proxy();
         __syncwarp();
         if (arrives(lane)) barrier_arrive(full);
         if (!solver) {
-            take_beta(i + kStep, lane);
-            named_barrier_arrive(chunk_done, 64);
-            continue;
-        }
-        named_barrier(chunk_done, 64);
-        if constexpr (C::kCluster)
+            if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
+            ask_for_beta(i + 3 * kStep, turn + 3, lane);
+            if constexpr (C::kCluster) named_barrier_arrive(chunk_done, 64);
+        } else if constexpr (C::kCluster) {
+            named_barrier(chunk_done, 64);
             if (lane == 0) {
                 copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
                 if (C::kLowKeys && strong) copy_to_peer(stage + C::low_keys, rank ^ 1, C::kLowKeyBytes, full);
             }
-        if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
-        strong = load_shared(scratch + Scratch::strong);
+        }
     }
 }

@@ -75,13 +75,15 @@ DEVICE Sums take(u32 from, const Products& x) {
 }
 
 // The solver: the keys' scales, L, scaled, into the scratch, and the solve. The other: Aqk into the stage.
-// own, other: inverse-decayed keys of the two warps, where the exchange takes place; beta: of token `lane` (solver,
-// lane < 16); exchange: a named barrier; exchange_read: the one at which the solver tells that it has read, or 0; strong:
+// own, other: inverse-decayed keys of the two warps, where the exchange takes place; betas: write strengths; exchange: a
+// named barrier; exchange_read: the one at which the solver tells that it has read, or 0; strong:
 // bits of tokens with strong writes; low_keys: whether the low parts of keys go with them.
 template <class Gate>
 DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32 scratch, u32 scales, bool solver,
-                    int lane, float beta, int rows, bool l2norm, int exchange, int exchange_read, u32 strong,
+                    int lane, u32 betas, int rows, bool l2norm, int exchange, int exchange_read, u32 strong,
                     bool low_keys) {
+    Strengths beta{};
+    if (solver) beta = load_strengths(betas, lane);
     if (solver)
         give<2>(own + lane * 8, products);
     else

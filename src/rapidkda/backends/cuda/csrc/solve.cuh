@@ -8,10 +8,11 @@
 struct Scratch {
     static constexpr int lower = 0;  // L^T fp32, [j][i], rows padded to 20 floats; only i > j is read
     static constexpr int lower_row = 80;
-    static constexpr int beta = lower + 64;       // of token i, in row i's padding
-    static constexpr int strong = lower + 68;     // and which of them are strong: bits of tokens
-    static constexpr int scales = 1280;  // two sets, for chunks in turn: fp32 [16] of k, then of q (row_scale.cuh)
+    static constexpr int beta = lower + 64;  // of token i, in row i's padding: of four chunks in turn
+    static constexpr int scales = 1280;      // two sets, for chunks in turn: fp32 [16] of k, then of q (row_scale.cuh)
     static constexpr int scales_bytes = 128;
+    static constexpr int strong = scales + 2 * scales_bytes;  // which writes are strong, of four chunks: bits of tokens
+    static constexpr int bytes = strong + 16;
 };
 
 DEVICE u32 lower_entry(u32 scratch, int i, int j) { return scratch + Scratch::lower + j * Scratch::lower_row + i * 4; }
@@ -54,16 +55,25 @@ DEVICE void store_marks(u32 stage, int lane, u32 alike, u32 strong, bool low_key
                  max(alike, most_strong) + (strong && low_keys ? Exact::kLowKeys : 0));
 }
 
-// The scales that turn raw products <k_i, k_j> into L: rows g and g + 8 (times beta), columns 2q, 2q + 1 and 8 + those.
+// Write strengths of this lane's rows of L, g and g + 8, and of its columns of the inverse.
+struct Strengths {
+    float row, row8, column, column_below;
+};
+DEVICE Strengths load_strengths(u32 betas, int lane) {
+    auto of = [&](int token) { return load_shared_float(betas + token * Scratch::lower_row); };
+    return Strengths{of(lane >> 2), of((lane >> 2) + 8), of(lane & 15), of(lane & 7)};
+}
+
+// The scales that turn raw products <k_i, k_j> into L: rows g and g + 8 (times strengths), columns 2q, 2q + 1 and 8 +
+// those.
 struct LowerScales {
     float row, row8;
     Quad columns;
 };
-DEVICE LowerScales lower_scales(u32 scales, int lane, float beta) {
+DEVICE LowerScales lower_scales(u32 scales, int lane, const Strengths& beta) {
     const int g = lane >> 2, q = lane & 3;
-    return LowerScales{load_shared_float(scales + scale_of(g)) * __shfl_sync(kAllLanes, beta, g),
-                       load_shared_float(scales + scale_of(g) + 8) * __shfl_sync(kAllLanes, beta, g + 8),
-                       load_shared_quad(scales + q * 16)};
+    return LowerScales{load_shared_float(scales + scale_of(g)) * beta.row,
+                       load_shared_float(scales + scale_of(g) + 8) * beta.row8, load_shared_quad(scales + q * 16)};
 }
 
 // Scales of the keys, 1 / |k_i|, from the diagonal of the products within the chunk: rows g and g + 8.
@@ -86,8 +96,8 @@ constexpr u32 kHalfTf32 = 0x1000u;  // added to the bits of an fp32, it makes cu
 
 // Diag(key scale) (I + L)^-1 Diag(beta): the consumers multiply raw keys, so the rows carry their scale. By blocks of 8:
 // A and D, the inverses of the diagonal ones, by substitution, side by side; below them X = -D C A, C the block of L.
-// scales: of the keys; beta: of token `lane`.
-DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float beta) {
+// scales: of the keys.
+DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, const Strengths& beta) {
     constexpr int row = Scratch::lower_row;
     const u32 lower = scratch + Scratch::lower;
     // Lanes j and 16 + j: column j % 8 of a diagonal block, and rows 0..3 or 4..7 of it in place of L's.
@@ -135,10 +145,9 @@ DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float 
         store_shared(at, __float_as_uint(y.x * strength * scale.x) + kHalfTf32);
         store_shared(at + 64, __float_as_uint(y.y * strength * scale.y) + kHalfTf32);
     };
-    const float strength = __shfl_sync(kAllLanes, beta, lane & 15), strength_below = -__shfl_sync(kAllLanes, beta, j);
     const u32 to = stage + Stage::inverse + (j >> 1) * 16 + (j & 1) * 4, at = to + block * Stage::inverse_last + half * 256;
     const u32 scale = scales + half * 32 + block * 8;
-    store(at, Pair{own.x, own.y}, strength, load_shared_pair(scale));
-    store(at + 128, Pair{own.z, own.w}, strength, load_shared_pair(scale + 16));
-    store(to + 8 + pair * 16, below, strength_below, load_shared_pair(scales + pair * 2 + 8));
+    store(at, Pair{own.x, own.y}, beta.column, load_shared_pair(scale));
+    store(at + 128, Pair{own.z, own.w}, beta.column, load_shared_pair(scale + 16));
+    store(to + 8 + pair * 16, below, -beta.column_below, load_shared_pair(scales + pair * 2 + 8));
 }
