@@ -17,6 +17,7 @@
 #include "gate.cuh"
 #include "products.cuh"
 #include "row_scale.cuh"
+#include "state.cuh"
 #include "work.cuh"
 
 template <Form kForm, bool kBounded, bool kGateFloat, bool kParts, bool kConvolves = false, bool kNorms = false>
@@ -141,7 +142,6 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     constexpr int kCtas = C::kCluster ? 2 : 1, kStep = C::kGroups * kCtas;  // chunks between two of this group
     const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
-    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
     // Named barriers of this group.
     const int exchange = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
 
@@ -156,11 +156,17 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         if constexpr (C::kConvolves) load_before<C>(p, b, to, token, query_head, w.head, bar);
     };
     constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
-    meet(exchange, 64);                        // both warps have left the raw tiles of the run before
-    if (warp == 0 && arrives(this_lane))  // slots that this group was the last to use
+    auto load_first = [&](int from, int to) {  // into the slots that this group was the last to use
+        if (warp == 0 && arrives(this_lane))
 #pragma unroll 1
-        for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
-            if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
+            for (int i = from + (base + rank) % kCtas; i < min(n, to); i += kCtas)
+                if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
+    };
+    // All CTAs begin at once, so what the first chunks need is asked for first: a tile of each group, write strengths, V
+    // where its stage has never been used, and only then the rest.
+    constexpr bool kValuesFirst = C::kForm == Form::kWhole && !C::kConvolves;
+    meet(exchange, 64);  // both warps have left the raw tiles of the run before
+    load_first(0, kStep);
     bool upper;
     // Write strengths, of token `lane`. A warp looks after those of the chunks that it solves: behind its products of the
     // chunk before the last of its own it asks for them, and ahead of its products of the last it decodes them in place
@@ -179,13 +185,20 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
         if (lane == 0) store_shared(strong_of(turn), strong);
     };
-    {  // of this warp's first chunk, and of the second one where the other warp solves the first
-        const int turn = (base + first) / kStep, later = (turn & 1) != warp;
-        upper = ask_for_beta(first + later * kStep, turn + later, this_lane);
-        if (!later) ask_for_beta(first + 2 * kStep, turn + 2, this_lane);
-        take_beta(first + later * kStep, turn + later, this_lane);
-    }
+    // Of this warp's first chunk, and of the second one where the other warp solves the first.
+    const int first_turn = (base + first) / kStep, later = (first_turn & 1) != warp;
+    upper = ask_for_beta(first + later * kStep, first_turn + later, this_lane);
+    if (!later) ask_for_beta(first + 2 * kStep, first_turn + 2, this_lane);
+    if (kValuesFirst && base == 0 && first < n && warp == 0 && this_lane == 0)
+        load_v<C>(p, w, shared + C::stages + first * C::kStageBytes, shared + C::full + 8 * first,
+                  w.first_token + first * kChunk, rank, false);
+    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
+    if (w.has_initial && base > 0)  // the consumers will want it when they come here
+        prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128),
+                       p.flags & kInitialFloat, warp_index * 32 + this_lane, C::kGroups * 64);
+    take_beta(first + later * kStep, first_turn + later, this_lane);
     meet(exchange, 64);
+    if constexpr (kStep < kAhead) load_first(kStep, kAhead);
 
     const u32 half = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
@@ -229,7 +242,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         }
         if constexpr (C::kConvolves)
             hand_values_over<C>(raw, stage, full, rank, warp, lane, solver);
-        else if (solver && lane == 0)
+        else if (solver && lane == 0 && !(kValuesFirst && base + i < C::kGroups))
             load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank, strong);
         __syncwarp();  // the scales are written by other lanes
         if (solver && lane < kChunk) {
