@@ -13,8 +13,8 @@ enum class Form { kWhole, kPair, kTransition };
 // One stage: everything the consumers need of one chunk. Tiles have the 128-byte swizzle: [64-channel half][row][128
 // B]. The part before `v` is made by the producers and, in a cluster, copied to the peer as it stands.
 struct Stage {
-    static constexpr int kd_qd = 0;         // [2 halves][kd 16 rows | qd 16 rows][128 B]
-    static constexpr int kr = 8192;         // fp16 [2 halves][16][128 B]
+    static constexpr int tiles = 0;         // [2 halves][kd 16 rows | qd 16 rows | kr 16 rows, fp16][128 B]
+    static constexpr int half = 6144, kr = 4096;  // bytes of a half; within one
     // Tinv, fp32 with half a unit of tf32 added, by 8 x 8 blocks: lane (row, column / 2)'s words of rows 0..7, of rows
     // 8..15 with columns 0..7, then of rows 8..15 with columns 8..15 and nothing.
     static constexpr int inverse = 12288, inverse_last = 512;

@@ -254,10 +254,10 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         }
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
-        const u32 own_kd = stage + Stage::kd_qd + 2 * half, own_kr = stage + Stage::kr + half;
+        const u32 own_kd = stage + Stage::tiles + warp * Stage::half;
         if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);  // by the last solver
         const Anchors anchors = find_anchors<Gate>(decay + 28, lane);
-        write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, own_kr, lane_word(lane));
+        write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, lane_word(lane));
         if (C::kLowKeys && strong)  // rare
             write_low_keys(decay, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
