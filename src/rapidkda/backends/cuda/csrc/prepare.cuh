@@ -138,7 +138,7 @@ template <class C>
 DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank, int n,
                            int base, const Neighbours& b, Output& output) {
     const int group = warp_index >> 1, warp = warp_index & 1;
-    const int query_head = w.head / p.group;
+    const int query_head = w.head / p.group, all_rows = w.rows;
     constexpr int kCtas = C::kCluster ? 2 : 1, kStep = C::kGroups * kCtas;  // chunks between two of this group
     const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
@@ -180,7 +180,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 at = beta_of(turn) + lane * Scratch::lower_row;
         copy_words_wait();
         float beta = 0.f;
-        if (lane < min(kChunk, w.rows - i * kChunk)) beta = decode_beta(p, load_shared(at), upper);
+        if (lane < min(kChunk, all_rows - i * kChunk)) beta = decode_beta(p, load_shared(at), upper);
         if (lane < kChunk) store_shared_float(at, beta);
         const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
         if (lane == 0) store_shared(strong_of(turn), strong);
@@ -210,7 +210,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 raw = shared + C::raw + slot * C::kRaw, stage = shared + C::stages + stage_index * C::kStageBytes;
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
-        const int rows = min(kChunk, w.rows - i * kChunk);
+        const int rows = min(kChunk, all_rows - i * kChunk);
         const u32 strong = load_shared(strong_of(turn));  // bits of tokens
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if constexpr (C::kConvolves) {
