@@ -222,10 +222,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         // Each warp writes its half of the channels, and scales need both.
         if (C::kConvolves || rows < kChunk) meet(exchange, 64);
         const bool l2norm = p.flags & kL2Norm;
-        if (solver) {
-            write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
-            if (!l2norm) write_row_scales(scales, raw + 4096, lane, rows, false, 1.f);
-        }
+        if (solver) write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
 
         float decay[32];  // of this lane's channels and tokens: logits, then prefix sums of log2 decays
         load_logits<C>(decay, raw + 8192, warp, lane);
@@ -247,9 +244,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         __syncwarp();  // the scales are written by other lanes
         if (solver && lane < kChunk) {
             const u32 to = stage + Stage::decay + (lane >> 2) * Stage::lane_row + (lane & 3) * 4;
-            auto hand_over = [&](u32 to, u32 from) { store_shared_float(to, load_shared_float(from) * Gate::rows_unshift); };
-            hand_over(to + Stage::query_scale, scales + 64 + lane * 4);
-            if (!l2norm) hand_over(to + Stage::key_scale, scales + lane * 4);
+            store_shared_float(to + Stage::query_scale, load_shared_float(scales + 64 + lane * 4) * Gate::rows_unshift);
             store_shared(to + Stage::exact, 0);  // no marks, unless the solver finds some
         }
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;

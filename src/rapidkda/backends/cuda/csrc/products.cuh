@@ -103,10 +103,9 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
     }
     const Sums x = take<Gate, 0>(other + lane * 8, products);
     if (exchange_read) named_barrier_arrive(exchange_read, 64);
-    if (l2norm)
-        norm_scales(scales, stage, g & 1 ? x.first.y : x.first.x, g & 1 ? x.second.y : x.second.x, lane, rows,
-                    Gate::rows_unshift);
-    const LowerScales y = lower_scales(scales, lane, beta);
+    const int odd = g & 1;
+    const LowerScales y = lower_scales(scales, stage, odd ? x.first.y : x.first.x, odd ? x.second.y : x.second.x, lane,
+                                       rows, l2norm, Gate::rows_unshift, beta);
     const LowerEntries l{{x.first.x * y.row * y.columns.x, x.first.y * y.row * y.columns.y,
                           x.across.x * y.row8 * y.columns.x, x.across.y * y.row8 * y.columns.y,
                           x.second.x * y.row8 * y.columns.z, x.second.y * y.row8 * y.columns.w}};

@@ -70,26 +70,28 @@ struct LowerScales {
     float row, row8;
     Quad columns;
 };
-DEVICE LowerScales lower_scales(u32 scales, int lane, const Strengths& beta) {
+// From this lane's entry of the diagonals of the products, where it has one: scales of the keys g and g + 8, 1 / |k_i|
+// under the L2 norm. They go into the scratch and, times `down`, into the stage; lanes have those of L from each other.
+DEVICE LowerScales lower_scales(u32 scales, u32 stage, float diagonal, float diagonal8, int lane, int rows, bool l2norm,
+                                float down, const Strengths& beta) {
     const int g = lane >> 2, q = lane & 3;
-    return LowerScales{load_shared_float(scales + scale_of(g)) * beta.row,
-                       load_shared_float(scales + scale_of(g) + 8) * beta.row8, load_shared_quad(scales + q * 16)};
-}
-
-// Scales of the keys, 1 / |k_i|, from the diagonal of the products within the chunk: rows g and g + 8.
-DEVICE void norm_scales(u32 scales, u32 stage, float first, float second, int lane, int rows, float down) {
-    const int g = lane >> 2;
-    if ((lane & 3) == (g >> 1)) {
-        const float a = g < rows ? inverse_sqrt(first + 1e-6f) : 0.f;
-        const float b = g + 8 < rows ? inverse_sqrt(second + 1e-6f) : 0.f;
-        const u32 to = scales + (lane & 3) * 16 + (g & 1) * 4;
-        const u32 stage_to = stage + Stage::decay + (lane & 3) * Stage::lane_row + Stage::key_scale + (g & 1) * 4;
-        store_shared_float(to, a);
-        store_shared_float(to + 8, b);
-        store_shared_float(stage_to, a * down);
-        store_shared_float(stage_to + 8, b * down);
+    float own = l2norm ? inverse_sqrt(diagonal + 1e-6f) : 1.f, own8 = l2norm ? inverse_sqrt(diagonal8 + 1e-6f) : 1.f;
+    if (g >= rows) own = 0.f;
+    if (g + 8 >= rows) own8 = 0.f;
+    const int row = (lane & 28) + (g >> 1), column = 9 * q;  // lanes with the entries of g, of 2q; of 2q + 1: 4 further
+    const LowerScales y{
+        __shfl_sync(kAllLanes, own, row) * beta.row, __shfl_sync(kAllLanes, own8, row) * beta.row8,
+        Quad{__shfl_sync(kAllLanes, own, column), __shfl_sync(kAllLanes, own, column + 4),
+             __shfl_sync(kAllLanes, own8, column), __shfl_sync(kAllLanes, own8, column + 4)}};
+    if (lane == row) {
+        const u32 to = scales + q * 16 + (g & 1) * 4;
+        const u32 stage_to = stage + Stage::decay + q * Stage::lane_row + Stage::key_scale + (g & 1) * 4;
+        store_shared_float(to, own);
+        store_shared_float(to + 8, own8);
+        store_shared_float(stage_to, own * down);
+        store_shared_float(stage_to + 8, own8 * down);
     }
-    __syncwarp();
+    return y;
 }
 
 constexpr u32 kHalfTf32 = 0x1000u;  // added to the bits of an fp32, it makes cutting to tf32 rounding
