@@ -189,8 +189,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const int first_turn = (base + first) / kStep, later = (first_turn & 1) != warp;
     upper = ask_for_beta(first + later * kStep, first_turn + later, this_lane);
     if (!later) ask_for_beta(first + 2 * kStep, first_turn + 2, this_lane);
-    if (kValuesFirst && base == 0 && first < n && warp == 0 && this_lane == 0)
-        load_v<C>(p, w, shared + C::stages + first * C::kStageBytes, shared + C::full + 8 * first,
+    if (kValuesFirst && base + first < C::kGroups && first < n && warp == 0 && this_lane == 0)
+        load_v<C>(p, w, shared + C::stages + (base + first) * C::kStageBytes, shared + C::full + 8 * (base + first),
                   w.first_token + first * kChunk, rank, false);
     const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
     if (w.has_initial && base > 0)  // the consumers will want it when they come here
