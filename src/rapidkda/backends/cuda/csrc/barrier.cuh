@@ -31,8 +31,8 @@ DEVICE void barrier_wait(u32 bar, int parity) {
         "r"(parity)
         : "memory");
 }
-// The same on another CTA of the cluster. Relaxed on purpose: what these order is done by the consumers' own reads and
-// by the copy engine, and release semantics at cluster scope cost about 1,600 cycles each.
+// The same on a CTA of the cluster, this one or the other. Relaxed on purpose: what these order is done by the
+// consumers' own reads and by the copy engine, and release semantics at cluster scope cost about 1,600 cycles each.
 DEVICE void barrier_arrive_remote(u32 bar, u32 rank) {
     asm volatile(
         "{.reg .b32 r; mapa.shared::cluster.u32 r,%0,%1; "

@@ -17,6 +17,7 @@
 //
 // A lane owns four neighbouring channels, 4 (lane % 16)..., over one half of the chunk's tokens, 8 (lane / 16)...
 #pragma once
+#include "layout.cuh"
 #include "tiles.cuh"
 
 struct BoundedGate {
@@ -79,10 +80,10 @@ DEVICE Anchors find_anchors(const float* total, int lane) {
     return a;
 }
 
-// This lane's part of the tiles. decay: since the first of its tokens, [token][4]. raw_queries, ..., kr: this warp's
+// This lane's part of the tiles. decay: since the first of its tokens, [token][4]. raw_queries, ..., kd: this warp's
 // half of the channels. With two anchors, `multiply_own` finishes kd and qd.
 DEVICE void write_decayed(const float* decay, const Anchors& a, u32 raw_queries, u32 raw_keys, u32 inverse, u32 kd,
-                          u32 kr, u32 word) {
+                          u32 word) {
     Words2 queries[2], keys[2];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
@@ -109,7 +110,7 @@ DEVICE void write_decayed(const float* decay, const Anchors& a, u32 raw_queries,
         store_shared_words2(kd + at, pack_bf16(k[0] * e[0], k[1] * e[1]), pack_bf16(k[2] * e[2], k[3] * e[3]));
         store_shared_words2(kd + 2048 + at, pack_bf16(q[0] * e[0], q[1] * e[1]), pack_bf16(q[2] * e[2], q[3] * e[3]));
         store_shared_words2(inverse + at, pack_bf16(i[0], i[1]), pack_bf16(i[2], i[3]));
-        store_shared_words2(kr + at, pack_f16(i[0] * a.last[0], i[1] * a.last[1]),
+        store_shared_words2(kd + Stage::kr + at, pack_f16(i[0] * a.last[0], i[1] * a.last[1]),
                             pack_f16(i[2] * a.last[2], i[3] * a.last[3]));
     }
 }

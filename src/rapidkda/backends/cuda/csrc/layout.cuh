@@ -13,8 +13,8 @@ enum class Form { kWhole, kPair, kTransition };
 // One stage: everything the consumers need of one chunk. Tiles have the 128-byte swizzle: [64-channel half][row][128
 // B]. The part before `v` is made by the producers and, in a cluster, copied to the peer as it stands.
 struct Stage {
-    static constexpr int kd_qd = 0;         // [2 halves][kd 16 rows | qd 16 rows][128 B]
-    static constexpr int kr = 8192;         // fp16 [2 halves][16][128 B]
+    static constexpr int tiles = 0;         // [2 halves][kd 16 rows | qd 16 rows | kr 16 rows, fp16][128 B]
+    static constexpr int half = 6144, kr = 4096;  // bytes of a half; within one
     // Tinv, fp32 with half a unit of tf32 added, by 8 x 8 blocks: lane (row, column / 2)'s words of rows 0..7, of rows
     // 8..15 with columns 0..7, then of rows 8..15 with columns 8..15 and nothing.
     static constexpr int inverse = 12288, inverse_last = 512;
@@ -66,7 +66,8 @@ struct Config {
     static_assert(kGroups % 2 == 0 && kConsumers * kConsumerRegisters + kIdle * kIdleRegisters +
                                               (kThreads - kFirstProducer) * kProducerRegisters <=
                                           kThreads * kLaunchRegisters);
-    // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups.
+    // A CTA may run ahead of its peer by one round of its groups, so a cluster needs twice as many stages as groups. In
+    // either, the CTA of rank `stage & 1` fills a stage.
     static constexpr int kStages = kCluster ? 8 : 4;
     // Behind V: low parts of the update's keys in chunks with strong writes, [4 x 4 n-tiles][lane][n-tile][tokens 2q,
     // 2q + 1, 8 + 2q, 9 + 2q], the upper bytes of fp16 words 2^11 times as large. Transitions have no room for them, nor
@@ -81,7 +82,7 @@ struct Config {
     static constexpr int raw_before = raw_v + 4096;      // [q, k, v][2 halves][3 rows before the chunk][128 B]
     static constexpr int kRawBytes = kConvolves ? raw_before + 3 * 768 : raw_v;  // q, k, g of one chunk
     static constexpr int kRaw = (kRawBytes + 1023) / 1024 * 1024;
-    static constexpr int kScratch = 1536;                // of a producer group, see solve.cuh
+    static constexpr int kScratch = 1552;                // of a producer group, see solve.cuh
     // Of a consumer warp, its 16 x 16 output tile: in a cluster, in what the stage of its number leaves free.
     static constexpr int kStaging = kNorms ? 0 : 512;
     static_assert(!kCluster || (kStages >= kWarpgroups * 4 && Stage::prepared + kStaging <= Stage::v));

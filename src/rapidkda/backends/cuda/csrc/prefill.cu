@@ -87,9 +87,6 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
         if constexpr (kShare) cluster_arrive();
         for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
             if (chunks < 0) continue;
-            if (w.has_initial)  // the consumers will want it when they come here
-                prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128),
-                               p.flags & kInitialFloat, thread - C::kFirstProducer, C::kThreads - C::kFirstProducer);
             prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
         }
         if constexpr (C::kNorms)

@@ -6,17 +6,18 @@
 // one goes ahead. Chunks count from the kernel's start over all runs of the CTA, so producers go on to the next run
 // while the consumers finish this one: chunk `base + i` is the i-th of this run.
 //
-// Barriers. `raw_full[slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of
-// both CTAs of a cluster, is done with the stage. `full[stage]`: this group's two warps arrived and V's bytes landed;
-// where the peer prepares the chunk, the bytes of its copy and of V. Named barriers of a group: `exchange` between what
-// the warps give and take of their products, `chunk_done` before the raw slot is filled again and, in a cluster, the
-// stage is copied.
+// Barriers. `raw_full[slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of both CTAs
+// of a cluster, is done with the stage; of a cluster's, the CTA that fills the stage is told. `full[stage]`: this group's
+// two warps arrived and V's bytes landed; where the peer prepares the chunk, the bytes of its copy and of V. Named
+// barriers of a group: `exchange` between what the warps give and take of their products, `chunk_done` before the raw
+// slot is filled again and, in a cluster, the stage is copied.
 #pragma once
 #include "convolution.cuh"
 #include "epilogue.cuh"
 #include "gate.cuh"
 #include "products.cuh"
 #include "row_scale.cuh"
+#include "state.cuh"
 #include "work.cuh"
 
 template <Form kForm, bool kBounded, bool kGateFloat, bool kParts, bool kConvolves = false, bool kNorms = false>
@@ -137,11 +138,10 @@ template <class C>
 DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank, int n,
                            int base, const Neighbours& b, Output& output) {
     const int group = warp_index >> 1, warp = warp_index & 1;
-    const int query_head = w.head / p.group;
+    const int query_head = w.head / p.group, all_rows = w.rows;
     constexpr int kCtas = C::kCluster ? 2 : 1, kStep = C::kGroups * kCtas;  // chunks between two of this group
     const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
-    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
     // Named barriers of this group.
     const int exchange = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
     const int chunk_noted = (1 + 3 * C::kGroups + group) % 16;  // the last one is __syncthreads', which is over
@@ -157,34 +157,49 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         if constexpr (C::kConvolves) load_before<C>(p, b, to, token, query_head, w.head, bar);
     };
     constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
-    meet(exchange, 64);                        // both warps have left the raw tiles of the run before
-    if (warp == 0 && arrives(this_lane))  // slots that this group was the last to use
+    auto load_first = [&](int from, int to) {  // into the slots that this group was the last to use
+        if (warp == 0 && arrives(this_lane))
 #pragma unroll 1
-        for (int i = (base + rank) % kCtas; i < min(n, kAhead); i += kCtas)
-            if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
-    // The warp that does not solve asks for the next chunk's write strengths, and when it is done tells the other one
-    // which of them are strong: at the next chunk it solves.
-    float beta = 0.f;  // of token `lane`, for the solver
-    u32 strong = 0;    // bits of tokens
-    bool upper = false;
-    auto ask_for_beta = [&](int i, int lane) {
-        if (lane < 16)
-            upper = request_beta(p, w, i * kChunk + lane, scratch + Scratch::beta + lane * Scratch::lower_row);
+            for (int i = from + (base + rank) % kCtas; i < min(n, to); i += kCtas)
+                if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
     };
-    auto take_beta = [&](int i, int lane) {
+    // All CTAs begin at once, so what the first chunks need is asked for first: a tile of each group, write strengths, V
+    // where its stage has never been used, and only then the rest.
+    constexpr bool kValuesFirst = C::kForm == Form::kWhole && !C::kConvolves;
+    meet(exchange, 64);  // both warps have left the raw tiles of the run before
+    load_first(0, kStep);
+    bool upper;
+    // Write strengths, of token `lane`. A warp looks after those of the chunks that it solves: behind its products of the
+    // chunk before the last of its own it asks for them, and ahead of its products of the last it decodes them in place
+    // and tells the other warp which of them are strong.
+    auto beta_of = [&](int turn) { return scratch + Scratch::beta + (turn & 3) * 4; };
+    auto strong_of = [&](int turn) { return scratch + Scratch::strong + (turn & 3) * 4; };
+    auto ask_for_beta = [&](int i, int turn, int lane) {
+        return lane < kChunk && request_beta(p, w, i * kChunk + lane, beta_of(turn) + lane * Scratch::lower_row);
+    };
+    auto take_beta = [&](int i, int turn, int lane) {
+        const u32 at = beta_of(turn) + lane * Scratch::lower_row;
         copy_words_wait();
-        beta = 0.f;
-        if (lane < min(kChunk, w.rows - i * kChunk))
-            beta = decode_beta(p, load_shared(scratch + Scratch::beta + lane * Scratch::lower_row), upper);
-        strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
-        if (lane == 0) store_shared(scratch + Scratch::strong, strong);
+        float beta = 0.f;
+        if (lane < min(kChunk, all_rows - i * kChunk)) beta = decode_beta(p, load_shared(at), upper);
+        if (lane < kChunk) store_shared_float(at, beta);
+        const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
+        if (lane == 0) store_shared(strong_of(turn), strong);
     };
-    if (warp == ((base + first) / kStep & 1)) {
-        ask_for_beta(first, this_lane);
-        take_beta(first, this_lane);
-    }
+    // Of this warp's first chunk, and of the second one where the other warp solves the first.
+    const int first_turn = (base + first) / kStep, later = (first_turn & 1) != warp;
+    upper = ask_for_beta(first + later * kStep, first_turn + later, this_lane);
+    if (!later) ask_for_beta(first + 2 * kStep, first_turn + 2, this_lane);
+    if (kValuesFirst && base + first < C::kGroups && first < n && warp == 0 && this_lane == 0)
+        load_v<C>(p, w, shared + C::stages + (base + first) * C::kStageBytes, shared + C::full + 8 * (base + first),
+                  w.first_token + first * kChunk, rank, false);
+    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
+    if (w.has_initial && base > 0)  // the consumers will want it when they come here
+        prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128),
+                       p.flags & kInitialFloat, warp_index * 32 + this_lane, C::kGroups * 64);
+    take_beta(first + later * kStep, first_turn + later, this_lane);
     meet(exchange, 64);
-    strong = load_shared(scratch + Scratch::strong);
+    if constexpr (kStep < kAhead) load_first(kStep, kAhead);
 
     const u32 half = warp * 2048;  // this warp's half of a bf16 tile
     using Gate = typename C::Gate;
@@ -196,8 +211,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 raw = shared + C::raw + slot * C::kRaw, stage = shared + C::stages + stage_index * C::kStageBytes;
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
-        const int rows = min(kChunk, w.rows - i * kChunk);
-        if (!solver) ask_for_beta(i + kStep, lane);
+        const int rows = min(kChunk, all_rows - i * kChunk);
+        const u32 strong = load_shared(strong_of(turn));  // bits of tokens
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if constexpr (C::kConvolves) {
             if (i == 0 && w.first_chunk == 0) write_history<C>(p, b, w, raw, query_head, warp, lane);
@@ -208,14 +223,12 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         // Each warp writes its half of the channels, and scales need both.
         if (C::kConvolves || rows < kChunk) meet(exchange, 64);
         const bool l2norm = p.flags & kL2Norm;
-        if (!solver)
-            write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
-        else if (!l2norm)
-            write_row_scales(scales, raw + 4096, lane, rows, false, 1.f);
+        if (solver) write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
 
         float decay[32];  // of this lane's channels and tokens: logits, then prefix sums of log2 decays
         load_logits<C>(decay, raw + 8192, warp, lane);
         accumulate_decays<C>(decay, gate, p.flags & kRawGate);
+        if (solver) take_beta(i + 2 * kStep, turn + 2, lane);
 
         barrier_wait(empty, (((base + i) / C::kStages) & 1) ^ 1);
         if constexpr (C::kNorms) {
@@ -223,52 +236,52 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             fence_async_proxy();
             meet(exchange, 64);
             if (lane == 0) output = Output{w.first_token + i * kChunk, rows, w.head, turn};
-            if (!solver && lane == 0) load_z<C>(b, shared, group, w.first_token + i * kChunk, w.head);
+            if (solver && lane == 0) load_z<C>(b, shared, group, w.first_token + i * kChunk, w.head);
         }
         if constexpr (C::kConvolves)
-            hand_values_over<C>(raw, stage, full, rank, warp, lane, !solver);
-        else if (!solver && lane == 0)
+            hand_values_over<C>(raw, stage, full, rank, warp, lane, solver);
+        else if (solver && lane == 0 && !(kValuesFirst && base + i < C::kGroups))
             load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank, strong);
         __syncwarp();  // the scales are written by other lanes
-        if (lane < 16 && (!solver || !l2norm))
-            store_shared_float(stage + Stage::decay + (solver ? Stage::key_scale : Stage::query_scale) +
-                                   (lane >> 2) * Stage::lane_row + (lane & 3) * 4,
-                               load_shared_float(scales + (solver ? 0 : 64) + lane * 4) * Gate::rows_unshift);
+        if (solver && lane < kChunk) {
+            const u32 to = stage + Stage::decay + (lane >> 2) * Stage::lane_row + (lane & 3) * 4;
+            store_shared_float(to + Stage::query_scale, load_shared_float(scales + 64 + lane * 4) * Gate::rows_unshift);
+            store_shared(to + Stage::exact, 0);  // no marks, unless the solver finds some
+        }
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
-        const u32 own_kd = stage + Stage::kd_qd + 2 * half, own_kr = stage + Stage::kr + half;
+        const u32 own_kd = stage + Stage::tiles + warp * Stage::half;
         if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);  // by the last solver
         const Anchors anchors = find_anchors<Gate>(decay + 28, lane);
-        write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, own_kr, lane_word(lane));
+        write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, lane_word(lane));
         if (C::kLowKeys && strong)  // rare
             write_low_keys(decay, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
         store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::lane_row + (pair >> 2) * 8, anchors.end[0],
                           anchors.end[1]);
-        const int exchange_read = C::kEarlyReload && i + kStep < n ? inverse_read : 0;
+        const int exchange_read = !C::kEarlyReload || i + kStep < n ? inverse_read : 0;
         const u32 factors = stage + Stage::inverse + warp * 256;  // free until the solver's end
         if constexpr (Gate::anchors == 2)
             store_shared_words2(factors + lane * 8, anchors.factors[0], anchors.factors[1]);
         __syncwarp();
         const Products products = multiply_own<Gate>(own_inverse, own_kd, factors, lane);
         combine<Gate>(products, own_inverse, inverse + (warp ^ 1) * (C::kGateTile / 2), stage, scratch, scales, solver,
-                      lane, beta, rows, l2norm, exchange, exchange_read, strong, C::kLowKeys);
+                      lane, beta_of(turn), rows, l2norm, exchange, exchange_read, strong, C::kLowKeys);
+        if (!C::kEarlyReload && !solver) named_barrier(inverse_read, 64);
         if (C::kEarlyReload && !solver && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
         fence_async_proxy();
         __syncwarp();
         if (arrives(lane)) barrier_arrive(full);
         if (!solver) {
-            take_beta(i + kStep, lane);
-            hand_over(chunk_done, chunk_noted, 64);
-            continue;
-        }
-        take_over(chunk_done, chunk_noted, 64);
-        if constexpr (C::kCluster)
+            if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
+            ask_for_beta(i + 3 * kStep, turn + 3, lane);
+            if constexpr (C::kCluster) hand_over(chunk_done, chunk_noted, 64);
+        } else if constexpr (C::kCluster) {
+            take_over(chunk_done, chunk_noted, 64);
             if (lane == 0) {
                 copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
                 if (C::kLowKeys && strong) copy_to_peer(stage + C::low_keys, rank ^ 1, C::kLowKeyBytes, full);
             }
-        if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
-        strong = load_shared(scratch + Scratch::strong);
+        }
     }
 }

@@ -75,13 +75,15 @@ DEVICE Sums take(u32 from, const Products& x) {
 }
 
 // The solver: the keys' scales, L, scaled, into the scratch, and the solve. The other: Aqk into the stage.
-// own, other: inverse-decayed keys of the two warps, where the exchange takes place; beta: of token `lane` (solver,
-// lane < 16); exchange: a named barrier; exchange_read: the one at which the solver tells that it has read, or 0; strong:
+// own, other: inverse-decayed keys of the two warps, where the exchange takes place; betas: write strengths; exchange: a
+// named barrier; exchange_read: the one at which the solver tells that it has read, or 0; strong:
 // bits of tokens with strong writes; low_keys: whether the low parts of keys go with them.
 template <class Gate>
 DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32 scratch, u32 scales, bool solver,
-                    int lane, float beta, int rows, bool l2norm, int exchange, int exchange_read, u32 strong,
+                    int lane, u32 betas, int rows, bool l2norm, int exchange, int exchange_read, u32 strong,
                     bool low_keys) {
+    Strengths beta{};
+    if (solver) beta = load_strengths(betas, lane);
     if (solver)
         give<2>(own + lane * 8, products);
     else
@@ -101,15 +103,15 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
     }
     const Sums x = take<Gate, 0>(other + lane * 8, products);
     if (exchange_read) named_barrier_arrive(exchange_read, 64);
-    if (l2norm)
-        norm_scales(scales, stage, g & 1 ? x.first.y : x.first.x, g & 1 ? x.second.y : x.second.x, lane, rows,
-                    Gate::rows_unshift);
-    const LowerScales y = lower_scales(scales, lane, beta);
+    const int odd = g & 1;
+    const LowerScales y = lower_scales(scales, stage, odd ? x.first.y : x.first.x, odd ? x.second.y : x.second.x, lane,
+                                       rows, l2norm, Gate::rows_unshift, beta);
     const LowerEntries l{{x.first.x * y.row * y.columns.x, x.first.y * y.row * y.columns.y,
                           x.across.x * y.row8 * y.columns.x, x.across.y * y.row8 * y.columns.y,
                           x.second.x * y.row8 * y.columns.z, x.second.y * y.row8 * y.columns.w}};
     store_lower(scratch, lane, l);
+    const bool marks = __any_sync(kAllLanes, alike(lane, l) | (strong != 0));
     __syncwarp();
     solve_and_store(stage, scratch, scales, lane, beta);
-    store_marks(stage, lane, warp_max(tokens_alike(lane, l)), strong, low_keys);
+    if (rarely(marks)) store_marks(stage, lane, warp_max(tokens_alike(lane, l)), strong, low_keys);
 }

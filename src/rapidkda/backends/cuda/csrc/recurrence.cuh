@@ -237,11 +237,11 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         u32 state_bf16[32];
 #pragma unroll
         for (int t = 0; t < 32; t++) state_bf16[t] = pack_bf16(state[2 * t], state[2 * t + 1]);
-        const u32 kd_qd = swizzled_tile(stage + Stage::kd_qd, 16);
+        const u32 kd_qd = swizzled_tile(stage + Stage::tiles, 16);
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 8; s++) {
-            const u32 tile = kd_qd + ((s >> 2) * 4096 + (s & 3) * 32) / 16;
+            const u32 tile = kd_qd + ((s >> 2) * Stage::half + (s & 3) * 32) / 16;
             wgmma_n32(products, state_bf16 + 4 * s, tile, s > 0);
         }
         wgmma_commit();
@@ -307,7 +307,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                 mma_f16(o, u_low, intra[0], intra[1]);
                 mma_f16(o + 4, u_low, intra[2], intra[3]);
                 wgmma_fence();
-                wgmma_f16_n128(state, u_low, swizzled_tile(stage + Stage::kr, 2048));
+                wgmma_f16_n128(state, u_low, swizzled_tile(stage + Stage::tiles + Stage::kr, Stage::half));
                 wgmma_commit();
                 wgmma_wait<0>();
                 if (C::kLowKeys && __any_sync(kAllLanes, marked >= Exact::kLowKeys))
@@ -318,13 +318,14 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     auto back = [&](int i) {  // the next chunk
         mma_f16(o, u, intra[0], intra[1]);  // before the update: behind it, they would wait for the tensor cores
         mma_f16(o + 4, u, intra[2], intra[3]);
-        const u32 kr = swizzled_tile(stage + Stage::kr, 2048);
+        const u32 kr = swizzled_tile(stage + Stage::tiles + Stage::kr, Stage::half);
         wgmma_fence();
         wgmma_f16_n128(state, u, kr);
         wgmma_commit();
         // Beside the update: the output's last steps, and in clusters the next stage.
         const u32 this_stage = stage;
         const u32 empty = full + C::empty - C::full;
+        const u32 filler = stage_index & 1;
         stage += C::kStageBytes;
         full += 8;
         if (++stage_index == C::kStages) {
@@ -345,8 +346,10 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         if constexpr (kBeside) scale_values();
         wgmma_wait<0>();
         if (arrives()) {
-            barrier_arrive(empty);
-            if constexpr (C::kCluster) barrier_arrive_remote(empty, rank ^ 1);
+            if constexpr (C::kCluster)
+                barrier_arrive_remote(empty, filler);  // the CTA that fills the stage, be it this one
+            else
+                barrier_arrive(empty);
         }
         if constexpr (!kBeside) next_operands(i);
     };

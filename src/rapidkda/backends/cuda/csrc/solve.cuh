@@ -8,10 +8,11 @@
 struct Scratch {
     static constexpr int lower = 0;  // L^T fp32, [j][i], rows padded to 20 floats; only i > j is read
     static constexpr int lower_row = 80;
-    static constexpr int beta = lower + 64;       // of token i, in row i's padding
-    static constexpr int strong = lower + 68;     // and which of them are strong: bits of tokens
-    static constexpr int scales = 1280;  // two sets, for chunks in turn: fp32 [16] of k, then of q (row_scale.cuh)
+    static constexpr int beta = lower + 64;  // of token i, in row i's padding: of four chunks in turn
+    static constexpr int scales = 1280;      // two sets, for chunks in turn: fp32 [16] of k, then of q (row_scale.cuh)
     static constexpr int scales_bytes = 128;
+    static constexpr int strong = scales + 2 * scales_bytes;  // which writes are strong, of four chunks: bits of tokens
+    static constexpr int bytes = strong + 16;
 };
 
 DEVICE u32 lower_entry(u32 scratch, int i, int j) { return scratch + Scratch::lower + j * Scratch::lower_row + i * 4; }
@@ -32,16 +33,21 @@ DEVICE void store_lower(u32 scratch, int lane, LowerEntries x) {
     store_shared_float(to + 9 * next + 32, x.l[5]);
 }
 
+// Whether one of this lane's entries of L is large. Nothing above the diagonal counts; there, products may be anything.
+DEVICE bool alike(int lane, LowerEntries x) {
+    const int g = lane >> 2, c = 2 * (lane & 3);
+    auto large = [](float a, float b) { return fmaxf(fabsf(a), fabsf(b)) > Exact::kAlike; };
+    return large(x.l[2], x.l[3]) | (g > c & large(x.l[0], x.l[4])) | (g > c + 1 & large(x.l[1], x.l[5]));
+}
 // How many tokens there are from the first of this lane's rows with a large entry on: no token depends on a later one,
 // not even in its rounding.
 DEVICE u32 tokens_alike(int lane, LowerEntries x) {
-    const int g = lane >> 2, c = 2 * (lane & 3);
-    auto alike = [](float y) { return fabsf(y) > Exact::kAlike; };
-    const bool row = (g > c && alike(x.l[0])) || (g > c + 1 && alike(x.l[1]));
-    const bool row8 = alike(x.l[2]) || alike(x.l[3]) || (g > c && alike(x.l[4])) || (g > c + 1 && alike(x.l[5]));
-    return row ? kChunk - g : row8 ? kChunk - 8 - g : 0;
+    const int g = lane >> 2;
+    if (alike(lane, LowerEntries{{x.l[0], x.l[1]}})) return kChunk - g;
+    return alike(lane, x) ? kChunk - 8 - g : 0;
 }
-// The chunk's marks (layout.cuh, Exact). alike: the warp's largest; strong: bits of tokens with strong writes.
+// The chunk's marks (layout.cuh, Exact), where there are any. alike: the warp's largest; strong: bits of tokens with
+// strong writes.
 DEVICE void store_marks(u32 stage, int lane, u32 alike, u32 strong, bool low_keys) {
     if (lane >= 4) return;
     const u32 most_strong = strong ? kChunk + 1 - __ffs(strong) : 0;
@@ -49,40 +55,51 @@ DEVICE void store_marks(u32 stage, int lane, u32 alike, u32 strong, bool low_key
                  max(alike, most_strong) + (strong && low_keys ? Exact::kLowKeys : 0));
 }
 
-// The scales that turn raw products <k_i, k_j> into L: rows g and g + 8 (times beta), columns 2q, 2q + 1 and 8 + those.
+// Write strengths of this lane's rows of L, g and g + 8, and of its columns of the inverse.
+struct Strengths {
+    float row, row8, column, column_below;
+};
+DEVICE Strengths load_strengths(u32 betas, int lane) {
+    auto of = [&](int token) { return load_shared_float(betas + token * Scratch::lower_row); };
+    return Strengths{of(lane >> 2), of((lane >> 2) + 8), of(lane & 15), of(lane & 7)};
+}
+
+// The scales that turn raw products <k_i, k_j> into L: rows g and g + 8 (times strengths), columns 2q, 2q + 1 and 8 +
+// those.
 struct LowerScales {
     float row, row8;
     Quad columns;
 };
-DEVICE LowerScales lower_scales(u32 scales, int lane, float beta) {
+// From this lane's entry of the diagonals of the products, where it has one: scales of the keys g and g + 8, 1 / |k_i|
+// under the L2 norm. They go into the scratch and, times `down`, into the stage; lanes have those of L from each other.
+DEVICE LowerScales lower_scales(u32 scales, u32 stage, float diagonal, float diagonal8, int lane, int rows, bool l2norm,
+                                float down, const Strengths& beta) {
     const int g = lane >> 2, q = lane & 3;
-    return LowerScales{load_shared_float(scales + scale_of(g)) * __shfl_sync(kAllLanes, beta, g),
-                       load_shared_float(scales + scale_of(g) + 8) * __shfl_sync(kAllLanes, beta, g + 8),
-                       load_shared_quad(scales + q * 16)};
-}
-
-// Scales of the keys, 1 / |k_i|, from the diagonal of the products within the chunk: rows g and g + 8.
-DEVICE void norm_scales(u32 scales, u32 stage, float first, float second, int lane, int rows, float down) {
-    const int g = lane >> 2;
-    if ((lane & 3) == (g >> 1)) {
-        const float a = g < rows ? inverse_sqrt(first + 1e-6f) : 0.f;
-        const float b = g + 8 < rows ? inverse_sqrt(second + 1e-6f) : 0.f;
-        const u32 to = scales + (lane & 3) * 16 + (g & 1) * 4;
-        const u32 stage_to = stage + Stage::decay + (lane & 3) * Stage::lane_row + Stage::key_scale + (g & 1) * 4;
-        store_shared_float(to, a);
-        store_shared_float(to + 8, b);
-        store_shared_float(stage_to, a * down);
-        store_shared_float(stage_to + 8, b * down);
+    float own = l2norm ? inverse_sqrt(diagonal + 1e-6f) : 1.f, own8 = l2norm ? inverse_sqrt(diagonal8 + 1e-6f) : 1.f;
+    if (g >= rows) own = 0.f;
+    if (g + 8 >= rows) own8 = 0.f;
+    const int row = (lane & 28) + (g >> 1), column = 9 * q;  // lanes with the entries of g, of 2q; of 2q + 1: 4 further
+    const LowerScales y{
+        __shfl_sync(kAllLanes, own, row) * beta.row, __shfl_sync(kAllLanes, own8, row) * beta.row8,
+        Quad{__shfl_sync(kAllLanes, own, column), __shfl_sync(kAllLanes, own, column + 4),
+             __shfl_sync(kAllLanes, own8, column), __shfl_sync(kAllLanes, own8, column + 4)}};
+    if (lane == row) {
+        const u32 to = scales + q * 16 + (g & 1) * 4;
+        const u32 stage_to = stage + Stage::decay + q * Stage::lane_row + Stage::key_scale + (g & 1) * 4;
+        store_shared_float(to, own);
+        store_shared_float(to + 8, own8);
+        store_shared_float(stage_to, own * down);
+        store_shared_float(stage_to + 8, own8 * down);
     }
-    __syncwarp();
+    return y;
 }
 
 constexpr u32 kHalfTf32 = 0x1000u;  // added to the bits of an fp32, it makes cutting to tf32 rounding
 
 // Diag(key scale) (I + L)^-1 Diag(beta): the consumers multiply raw keys, so the rows carry their scale. By blocks of 8:
 // A and D, the inverses of the diagonal ones, by substitution, side by side; below them X = -D C A, C the block of L.
-// scales: of the keys; beta: of token `lane`.
-DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float beta) {
+// scales: of the keys.
+DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, const Strengths& beta) {
     constexpr int row = Scratch::lower_row;
     const u32 lower = scratch + Scratch::lower;
     // Lanes j and 16 + j: column j % 8 of a diagonal block, and rows 0..3 or 4..7 of it in place of L's.
@@ -130,10 +147,9 @@ DEVICE void solve_and_store(u32 stage, u32 scratch, u32 scales, int lane, float 
         store_shared(at, __float_as_uint(y.x * strength * scale.x) + kHalfTf32);
         store_shared(at + 64, __float_as_uint(y.y * strength * scale.y) + kHalfTf32);
     };
-    const float strength = __shfl_sync(kAllLanes, beta, lane & 15), strength_below = -__shfl_sync(kAllLanes, beta, j);
     const u32 to = stage + Stage::inverse + (j >> 1) * 16 + (j & 1) * 4, at = to + block * Stage::inverse_last + half * 256;
     const u32 scale = scales + half * 32 + block * 8;
-    store(at, Pair{own.x, own.y}, strength, load_shared_pair(scale));
-    store(at + 128, Pair{own.z, own.w}, strength, load_shared_pair(scale + 16));
-    store(to + 8 + pair * 16, below, strength_below, load_shared_pair(scales + pair * 2 + 8));
+    store(at, Pair{own.x, own.y}, beta.column, load_shared_pair(scale));
+    store(at + 128, Pair{own.z, own.w}, beta.column, load_shared_pair(scale + 16));
+    store(to + 8 + pair * 16, below, -beta.column_below, load_shared_pair(scales + pair * 2 + 8));
 }
