@@ -87,8 +87,7 @@ struct Config {
     static constexpr int kStaging = kNorms ? 0 : 512;
     static_assert(!kCluster || (kStages >= kWarpgroups * 4 && Stage::prepared + kStaging <= Stage::v));
     // Raw tiles in flight.
-    static constexpr int kSlots =
-        kCluster ? kGroups : 2 * kGroups - 2 * kConvolves - (kGateFloat && (kConvolves || kNorms));
+    static constexpr int kSlots = kCluster ? kGroups : kGateFloat && (kConvolves || kNorms) ? 5 : 6;
 
     // With one slot a group, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may
     // not lie over g. fp32 g, or what a convolution reads, leaves no room.

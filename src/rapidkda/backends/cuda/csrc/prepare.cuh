@@ -34,34 +34,36 @@ DEVICE int v_bytes(u32 rank) {
 // Announce and start the loads of V, for this CTA and, in a cluster, on the peer's behalf. One thread. strong: low parts
 // of keys will follow.
 template <class C>
-DEVICE void load_v(const Params& p, const Work& w, u32 stage, u32 full, int token, u32 rank, bool strong) {
+DEVICE void load_v(const Params& p, int head, u32 stage, u32 full, int token, u32 rank, bool strong) {
     const u32 v = stage + Stage::v, peer = rank ^ 1;
     barrier_expect(full, v_bytes<C>(rank));
     if constexpr (C::kCluster)
         barrier_expect_remote(full, peer, Stage::prepared + (strong ? C::kLowKeyBytes : 0) + v_bytes<C>(peer));
     if constexpr (C::kForm == Form::kWhole) {
-        copy_tile(v, &p.v, token, 0, w.head, full);
-        copy_tile(v + 2048, &p.v, token, 1, w.head, full);
+        copy_tile(v, &p.v, token, 0, head, full);
+        copy_tile(v + 2048, &p.v, token, 1, head, full);
     } else if constexpr (C::kForm == Form::kPair) {
-        copy_tile(v, &p.v, token, rank, w.head, full);
-        copy_tile_remote(v, &p.v, token, peer, w.head, full, peer);
+        copy_tile(v, &p.v, token, rank, head, full);
+        copy_tile_remote(v, &p.v, token, peer, head, full, peer);
     } else if (rank == 0) {
-        copy_tile(v, &p.v, token, 0, w.head, full);
-        copy_tile(v + 2048, &p.v, token, 1, w.head, full);
+        copy_tile(v, &p.v, token, 0, head, full);
+        copy_tile(v + 2048, &p.v, token, 1, head, full);
     } else {
-        copy_tile_remote(v, &p.v, token, 0, w.head, full, peer);
-        copy_tile_remote(v + 2048, &p.v, token, 1, w.head, full, peer);
+        copy_tile_remote(v, &p.v, token, 0, head, full, peer);
+        copy_tile_remote(v + 2048, &p.v, token, 1, head, full, peer);
     }
 }
 
-// Asks for beta of a row, to be decoded when it is needed: the copy has a chunk's time to arrive, where a load would hold
-// up whatever shares its scoreboard. The copy takes the aligned word around the element; whether that is its upper half.
-DEVICE bool request_beta(const Params& p, const Work& w, int row, u32 to) {
+// Beta is asked for, to be decoded when it is needed: the copy has a chunk's time to arrive, where a load would hold up
+// whatever shares its scoreboard. It takes the aligned word around the element, which may be its upper half.
+struct BetaRows {
+    u64 first, stride;  // address of the first row, bytes from row to row
+};
+DEVICE BetaRows beta_rows(const Params& p, const Work& w) {
     const u32 shift = p.flags & kBetaFloat ? 2 : 1;
-    const i64 at = static_cast<i64>(w.first_token + row) * p.beta_token_stride + w.head * p.beta_head_stride;
-    const u64 from = reinterpret_cast<u64>(p.beta) + static_cast<u64>(at << shift);
-    if (row < w.rows) copy_word(to, from & ~3ull);
-    return from & 2;
+    const i64 at = static_cast<i64>(w.first_token) * p.beta_token_stride + w.head * p.beta_head_stride;
+    return BetaRows{reinterpret_cast<u64>(p.beta) + static_cast<u64>(at << shift),
+                    static_cast<u64>(p.beta_token_stride << shift)};
 }
 DEVICE float decode_beta(const Params& p, u32 word, bool upper) {
     const float x = __uint_as_float(upper ? word & 0xffff0000u : p.flags & kBetaFloat ? word : word << 16);
@@ -138,7 +140,10 @@ template <class C>
 DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank, int n,
                            int base, const Neighbours& b, Output& output) {
     const int group = warp_index >> 1, warp = warp_index & 1;
-    const int query_head = w.head / p.group, all_rows = w.rows;
+    // In registers, but for a convolution, which leaves none.
+    const Work copy = w;
+    const Work& run = C::kConvolves ? w : copy;
+    const int query_head = run.head / p.group;
     constexpr int kCtas = C::kCluster ? 2 : 1, kStep = C::kGroups * kCtas;  // chunks between two of this group
     const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
@@ -147,14 +152,14 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const int chunk_noted = (1 + 3 * C::kGroups + group) % 16;  // the last one is __syncthreads', which is over
 
     auto load_raw = [&](int i, int lane) {  // one thread, or those that arrive
-        const int slot = (base + i) / kCtas % C::kSlots, token = w.first_token + i * kChunk;
+        const int slot = (base + i) / kCtas % C::kSlots, token = run.first_token + i * kChunk;
         const u32 to = shared + C::raw + slot * C::kRaw, bar = shared + C::raw_full + 8 * slot;
         if (lane != 0) return barrier_arrive(bar);
         barrier_expect(bar, C::kRawBytes);
         copy_tile(to, &p.q, token, 0, query_head, bar);
         copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
-        copy_tile(to + 8192, &p.g, token, 0, w.head, bar);
-        if constexpr (C::kConvolves) load_before<C>(p, b, to, token, query_head, w.head, bar);
+        copy_tile(to + 8192, &p.g, token, 0, run.head, bar);
+        if constexpr (C::kConvolves) load_before<C>(p, b, to, token, query_head, run.head, bar);
     };
     constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
     auto load_first = [&](int from, int to) {  // into the slots that this group was the last to use
@@ -168,34 +173,37 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     constexpr bool kValuesFirst = C::kForm == Form::kWhole && !C::kConvolves;
     meet(exchange, 64);  // both warps have left the raw tiles of the run before
     load_first(0, kStep);
-    bool upper;
     // Write strengths, of token `lane`. A warp looks after those of the chunks that it solves: behind its products of the
     // chunk before the last of its own it asks for them, and ahead of its products of the last it decodes them in place
     // and tells the other warp which of them are strong.
     auto beta_of = [&](int turn) { return scratch + Scratch::beta + (turn & 3) * 4; };
     auto strong_of = [&](int turn) { return scratch + Scratch::strong + (turn & 3) * 4; };
+    const BetaRows beta_words = beta_rows(p, w);
+    const u64 own_beta = beta_words.first + this_lane * beta_words.stride;  // in the run's first chunk
+    const bool upper = own_beta & 2;                                        // and in any other
     auto ask_for_beta = [&](int i, int turn, int lane) {
-        return lane < kChunk && request_beta(p, w, i * kChunk + lane, beta_of(turn) + lane * Scratch::lower_row);
+        if (lane < min(kChunk, run.rows - i * kChunk))
+            copy_word(beta_of(turn) + lane * Scratch::lower_row, (own_beta & ~3ull) + (i * kChunk) * beta_words.stride);
     };
     auto take_beta = [&](int i, int turn, int lane) {
         const u32 at = beta_of(turn) + lane * Scratch::lower_row;
         copy_words_wait();
         float beta = 0.f;
-        if (lane < min(kChunk, all_rows - i * kChunk)) beta = decode_beta(p, load_shared(at), upper);
+        if (lane < min(kChunk, run.rows - i * kChunk)) beta = decode_beta(p, load_shared(at), upper);
         if (lane < kChunk) store_shared_float(at, beta);
         const u32 strong = __ballot_sync(kAllLanes, beta > Exact::kStrong);
         if (lane == 0) store_shared(strong_of(turn), strong);
     };
     // Of this warp's first chunk, and of the second one where the other warp solves the first.
     const int first_turn = (base + first) / kStep, later = (first_turn & 1) != warp;
-    upper = ask_for_beta(first + later * kStep, first_turn + later, this_lane);
+    ask_for_beta(first + later * kStep, first_turn + later, this_lane);
     if (!later) ask_for_beta(first + 2 * kStep, first_turn + 2, this_lane);
     if (kValuesFirst && base + first < C::kGroups && first < n && warp == 0 && this_lane == 0)
-        load_v<C>(p, w, shared + C::stages + (base + first) * C::kStageBytes, shared + C::full + 8 * (base + first),
-                  w.first_token + first * kChunk, rank, false);
-    const GateChannels gate = gate_channels(p, w.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
+        load_v<C>(p, run.head, shared + C::stages + (base + first) * C::kStageBytes, shared + C::full + 8 * (base + first),
+                  run.first_token + first * kChunk, rank, false);
+    const GateChannels gate = gate_channels(p, run.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
     if (w.has_initial && base > 0)  // the consumers will want it when they come here
-        prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(w.head) * (128 * 128),
+        prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(run.head) * (128 * 128),
                        p.flags & kInitialFloat, warp_index * 32 + this_lane, C::kGroups * 64);
     take_beta(first + later * kStep, first_turn + later, this_lane);
     meet(exchange, 64);
@@ -211,12 +219,11 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 raw = shared + C::raw + slot * C::kRaw, stage = shared + C::stages + stage_index * C::kStageBytes;
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
-        const int rows = min(kChunk, all_rows - i * kChunk);
-        const u32 strong = load_shared(strong_of(turn));  // bits of tokens
+        const int rows = min(kChunk, run.rows - i * kChunk);
         barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
         if constexpr (C::kConvolves) {
             if (i == 0 && w.first_chunk == 0) write_history<C>(p, b, w, raw, query_head, warp, lane);
-            convolve_chunk<C>(p, b, raw, query_head, w.head, warp, lane);
+            convolve_chunk<C>(p, b, raw, query_head, run.head, warp, lane);
             __syncwarp();
         }
         if (rows < kChunk) blank_rows<C>(raw, warp, lane, rows, p.flags & kRawGate);
@@ -228,6 +235,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         float decay[32];  // of this lane's channels and tokens: logits, then prefix sums of log2 decays
         load_logits<C>(decay, raw + 8192, warp, lane);
         accumulate_decays<C>(decay, gate, p.flags & kRawGate);
+        const u32 strong = load_shared(strong_of(turn));  // bits of tokens
         if (solver) take_beta(i + 2 * kStep, turn + 2, lane);
 
         barrier_wait(empty, (((base + i) / C::kStages) & 1) ^ 1);
@@ -235,13 +243,13 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             norm_output<C>(p, b, shared, group, warp, lane, output);  // of the chunk that was in this stage
             fence_async_proxy();
             meet(exchange, 64);
-            if (lane == 0) output = Output{w.first_token + i * kChunk, rows, w.head, turn};
-            if (solver && lane == 0) load_z<C>(b, shared, group, w.first_token + i * kChunk, w.head);
+            if (lane == 0) output = Output{run.first_token + i * kChunk, rows, run.head, turn};
+            if (solver && lane == 0) load_z<C>(b, shared, group, run.first_token + i * kChunk, run.head);
         }
         if constexpr (C::kConvolves)
             hand_values_over<C>(raw, stage, full, rank, warp, lane, solver);
         else if (solver && lane == 0 && !(kValuesFirst && base + i < C::kGroups))
-            load_v<C>(p, w, stage, full, w.first_token + i * kChunk, rank, strong);
+            load_v<C>(p, run.head, stage, full, run.first_token + i * kChunk, rank, strong);
         __syncwarp();  // the scales are written by other lanes
         if (solver && lane < kChunk) {
             const u32 to = stage + Stage::decay + (lane >> 2) * Stage::lane_row + (lane & 3) * 4;
