@@ -118,7 +118,7 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
 // CTAs share it by time instead of V, each with all of V: less work in all. Else a pair runs part 0, and of any other
 // part one CTA makes B and the outputs as from nothing, the other one M and what the outputs have to add (correct.cu).
 DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
-    __shared__ Work work;
+    __shared__ Work work, own;  // of the head; this CTA's run, made while other threads still read the first
     __shared__ int seams[2];
     static_assert(!kInParts || (Kernel::kThreads == Seam::threads && First::kThreads == Seam::threads &&
                                 OneShare::kThreads == Seam::threads && Seam::bytes <= kSharedBytes - 1024));
@@ -147,16 +147,16 @@ DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
     const bool shares = by_shares(part, seams[0], seams[1]);
     if (threadIdx.x == 0) {
         const int from = parts.begin(part), to = parts.begin(part + 1);
-        work = !shares ? run_of(work, part, from, to, 0)
-               : rank  ? run_of(work, part, begin, to, seam)
-                       : run_of(work, part, from, parts.middle(part), max(seam, 0));
-        work.kept = !shares || rank == 1;
+        own = !shares ? run_of(work, part, from, to, 0)
+              : rank  ? run_of(work, part, begin, to, seam)
+                      : run_of(work, part, from, parts.middle(part), max(seam, 0));
+        own.kept = !shares || rank == 1;
     }
     fence_async_proxy();  // the walk's reads and writes, before copies over them
     __syncthreads();
-    if (shares) return run<OneShare>(p, b, shared, &work);
-    if (part == 0) return run<First>(p, b, shared, &work);
-    run<Kernel>(p, b, shared, &work);
+    if (shares) return run<OneShare>(p, b, shared, &own);
+    if (part == 0) return run<First>(p, b, shared, &own);
+    run<Kernel>(p, b, shared, &own);
 }
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)
