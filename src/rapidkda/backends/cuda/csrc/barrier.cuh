@@ -57,20 +57,29 @@ DEVICE void named_barrier_arrive(int id, int threads) {
 
 // racecheck takes note of a warp's passage after the fact: the other warp's first reads may come before the note. A
 // second barrier in a build for it lets no race through that one would not, since nothing is accessed between the two.
-// Where nobody only arrives:
 DEVICE void meet(int id, int threads) {
     named_barrier(id, threads);
     if (KDA_EVERY_LANE_ARRIVES) named_barrier(id, threads);
 }
-// Where some only arrive, who could be a turn ahead of the others at the second one: that has a number of its own.
-DEVICE void hand_over(int id, int second, int threads) {
-    named_barrier_arrive(id, threads);
-    if (KDA_EVERY_LANE_ARRIVES) named_barrier_arrive(second, threads);
-}
-DEVICE void take_over(int id, int second, int threads) {
-    named_barrier(id, threads);
-    if (KDA_EVERY_LANE_ARRIVES) named_barrier(second, threads);
-}
+// One of two warps goes ahead of the other: a named barrier where it only arrives. racecheck does not follow those that
+// only arrive, so in a build for it this is an mbarrier, of 32 arrivals, with a phase a turn.
+struct Handover {
+    int id;
+    u32 bar;
+
+    DEVICE void arrive() const {
+        if (KDA_EVERY_LANE_ARRIVES)
+            barrier_arrive(bar);
+        else
+            named_barrier_arrive(id, 64);
+    }
+    DEVICE void wait(int turn) const {
+        if (KDA_EVERY_LANE_ARRIVES)
+            barrier_wait(bar, turn & 1);
+        else
+            named_barrier(id, 64);
+    }
+};
 
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

@@ -1,5 +1,6 @@
 // Forms of the prefill kernel, and where everything lies in shared memory.
 #pragma once
+#include "barrier.cuh"
 #include "scalar.cuh"
 
 constexpr int kChunk = 16;  // tokens a step
@@ -107,6 +108,7 @@ struct Config {
     static constexpr int empty = full + 8 * kStages;                   // stage free
     static constexpr int raw_full = empty + 8 * kStages;               // raw tiles landed
     static constexpr int z_full = raw_full + 8 * kSlots;               // a group's z landed
-    static constexpr int kBytes = z_full + 8 * kGroups * kNorms + 1024;  // 1024: room to align the base
+    static constexpr int handovers = z_full + 8 * kGroups * kNorms;    // of builds for racecheck: barrier.cuh
+    static constexpr int kBytes = handovers + 16 * kGroups * KDA_EVERY_LANE_ARRIVES + 1024;  // 1024: to align the base
     static_assert(kBytes <= 232448 - 1024, "shared memory of an SM, less what the driver and static variables take");
 };

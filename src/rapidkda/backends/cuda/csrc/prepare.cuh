@@ -148,8 +148,9 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const int first = ((C::kCluster ? 2 * group + rank : group) + kStep - base % kStep) % kStep;
     const u32 scratch = shared + C::scratch + group * C::kScratch;
     // Named barriers of this group.
-    const int exchange = 1 + group, chunk_done = 1 + C::kGroups + group, inverse_read = 1 + 2 * C::kGroups + group;
-    const int chunk_noted = (1 + 3 * C::kGroups + group) % 16;  // the last one is __syncthreads', which is over
+    const int exchange = 1 + group;
+    const Handover chunk_done{1 + C::kGroups + group, shared + C::handovers + 8 * group};
+    const Handover inverse_read{1 + 2 * C::kGroups + group, shared + C::handovers + 8 * (C::kGroups + group)};
 
     auto load_raw = [&](int i, int lane) {  // one thread, or those that arrive
         const int slot = (base + i) / kCtas % C::kSlots, token = run.first_token + i * kChunk;
@@ -259,7 +260,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
         const u32 own_kd = stage + Stage::tiles + warp * Stage::half;
-        if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);  // by the last solver
+        if (C::kEarlyReload && solver && i != first) inverse_read.wait(turn - 1);  // by the last solver
         const Anchors anchors = find_anchors<Gate>(decay + 28, lane);
         write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, lane_word(lane));
         if (C::kLowKeys && strong)  // rare
@@ -267,15 +268,16 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
         store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::lane_row + (pair >> 2) * 8, anchors.end[0],
                           anchors.end[1]);
-        const int exchange_read = !C::kEarlyReload || i + kStep < n ? inverse_read : 0;
+        // A named barrier may not be left half arrived at, an mbarrier must not miss a turn.
+        const bool tells = !C::kEarlyReload || KDA_EVERY_LANE_ARRIVES || i + kStep < n;
         const u32 factors = stage + Stage::inverse + warp * 256;  // free until the solver's end
         if constexpr (Gate::anchors == 2)
             store_shared_words2(factors + lane * 8, anchors.factors[0], anchors.factors[1]);
         __syncwarp();
         const Products products = multiply_own<Gate>(own_inverse, own_kd, factors, lane);
         combine<Gate>(products, own_inverse, inverse + (warp ^ 1) * (C::kGateTile / 2), stage, scratch, scales, solver,
-                      lane, beta_of(turn), rows, l2norm, exchange, exchange_read, strong, C::kLowKeys);
-        if (!C::kEarlyReload && !solver) named_barrier(inverse_read, 64);
+                      lane, beta_of(turn), rows, l2norm, exchange, inverse_read, tells, strong, C::kLowKeys);
+        if (!C::kEarlyReload && !solver) inverse_read.wait(turn);
         if (C::kEarlyReload && !solver && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
         fence_async_proxy();
         __syncwarp();
@@ -283,9 +285,9 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         if (!solver) {
             if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
             ask_for_beta(i + 3 * kStep, turn + 3, lane);
-            if constexpr (C::kCluster) hand_over(chunk_done, chunk_noted, 64);
+            if constexpr (C::kCluster) chunk_done.arrive();
         } else if constexpr (C::kCluster) {
-            take_over(chunk_done, chunk_noted, 64);
+            chunk_done.wait(turn);
             if (lane == 0) {
                 copy_to_peer(stage, rank ^ 1, Stage::prepared, full);
                 if (C::kLowKeys && strong) copy_to_peer(stage + C::low_keys, rank ^ 1, C::kLowKeyBytes, full);

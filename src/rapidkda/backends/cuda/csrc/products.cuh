@@ -76,12 +76,12 @@ DEVICE Sums take(u32 from, const Products& x) {
 
 // The solver: the keys' scales, L, scaled, into the scratch, and the solve. The other: Aqk into the stage.
 // own, other: inverse-decayed keys of the two warps, where the exchange takes place; betas: write strengths; exchange: a
-// named barrier; exchange_read: the one at which the solver tells that it has read, or 0; strong:
-// bits of tokens with strong writes; low_keys: whether the low parts of keys go with them.
+// named barrier; exchange_read: where the solver tells that it has read, if it `tells`; strong: bits of tokens with
+// strong writes; low_keys: whether the low parts of keys go with them.
 template <class Gate>
 DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32 scratch, u32 scales, bool solver,
-                    int lane, u32 betas, int rows, bool l2norm, int exchange, int exchange_read, u32 strong,
-                    bool low_keys) {
+                    int lane, u32 betas, int rows, bool l2norm, int exchange, Handover exchange_read, bool tells,
+                    u32 strong, bool low_keys) {
     Strengths beta{};
     if (solver) beta = load_strengths(betas, lane);
     if (solver)
@@ -102,7 +102,7 @@ DEVICE void combine(const Products& products, u32 own, u32 other, u32 stage, u32
         return;
     }
     const Sums x = take<Gate, 0>(other + lane * 8, products);
-    if (exchange_read) named_barrier_arrive(exchange_read, 64);
+    if (tells) exchange_read.arrive();
     const int odd = g & 1;
     const LowerScales y = lower_scales(scales, stage, odd ? x.first.y : x.first.x, odd ? x.second.y : x.second.x, lane,
                                        rows, l2norm, Gate::rows_unshift, beta);
