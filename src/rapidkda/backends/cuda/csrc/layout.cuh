@@ -89,6 +89,14 @@ struct Config {
     static_assert(!kCluster || (kStages >= kWarpgroups * 4 && Stage::prepared + kStaging <= Stage::v));
     // Raw tiles in flight.
     static constexpr int kSlots = kCluster ? kGroups : kGateFloat && (kConvolves || kNorms) ? 5 : 6;
+    // Their barriers. Where slots pass from group to group, the tiles of another group's chunk, the slot's use before, may
+    // still be on their way, and a wait by parity would take the use before that one for its own. So two barriers take
+    // turns: the use before of either is of a chunk that the consumers are done with.
+    static constexpr int kRawBarriers = kSlots % kGroups ? 2 * kSlots : kSlots;
+    DEVICE static int slot_of(int raw_barrier) { return raw_barrier < kSlots ? raw_barrier : raw_barrier - kSlots; }
+    DEVICE static int next_of(int raw_barrier) {  // the one of the slot's next use
+        return raw_barrier < kSlots ? raw_barrier + kRawBarriers - kSlots : raw_barrier - kSlots;
+    }
 
     // With one slot a group, the next raw tiles are asked for as soon as these are read; then inverse-decayed keys may
     // not lie over g. fp32 g, or what a convolution reads, leaves no room.
@@ -107,7 +115,7 @@ struct Config {
     static constexpr int full = norm_weight + (kNorms ? 512 : 0);            // barriers: stage ready
     static constexpr int empty = full + 8 * kStages;                   // stage free
     static constexpr int raw_full = empty + 8 * kStages;               // raw tiles landed
-    static constexpr int z_full = raw_full + 8 * kSlots;               // a group's z landed
+    static constexpr int z_full = raw_full + 8 * kRawBarriers;         // a group's z landed
     static constexpr int handovers = z_full + 8 * kGroups * kNorms;    // of builds for racecheck: barrier.cuh
     static constexpr int kBytes = handovers + 16 * kGroups * KDA_EVERY_LANE_ARRIVES + 1024;  // 1024: to align the base
     static_assert(kBytes <= 232448 - 1024, "shared memory of an SM, less what the driver and static variables take");

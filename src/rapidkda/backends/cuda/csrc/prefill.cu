@@ -72,7 +72,7 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
             barrier_init(shared + C::full + 8 * i, from_peer ? 1 : !C::kConvolves + 2 * kWarpArrivals);
             barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals * (C::kCluster ? 2 : 1));
         }
-        for (int i = 0; i < C::kSlots; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
+        for (int i = 0; i < C::kRawBarriers; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
         if (KDA_EVERY_LANE_ARRIVES)
             for (int i = 0; i < 2 * C::kGroups; i++) barrier_init(shared + C::handovers + 8 * i, 32);
         if constexpr (C::kNorms)

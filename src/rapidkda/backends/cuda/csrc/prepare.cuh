@@ -152,9 +152,9 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const Handover chunk_done{1 + C::kGroups + group, shared + C::handovers + 8 * group};
     const Handover inverse_read{1 + 2 * C::kGroups + group, shared + C::handovers + 8 * (C::kGroups + group)};
 
-    auto load_raw = [&](int i, int lane) {  // one thread, or those that arrive
-        const int slot = (base + i) / kCtas % C::kSlots, token = run.first_token + i * kChunk;
-        const u32 to = shared + C::raw + slot * C::kRaw, bar = shared + C::raw_full + 8 * slot;
+    auto load_raw = [&](int i, int landing, int lane) {  // one thread, or those that arrive
+        const int token = run.first_token + i * kChunk;
+        const u32 to = shared + C::raw + C::slot_of(landing) * C::kRaw, bar = shared + C::raw_full + 8 * landing;
         if (lane != 0) return barrier_arrive(bar);
         barrier_expect(bar, C::kRawBytes);
         copy_tile(to, &p.q, token, 0, query_head, bar);
@@ -167,7 +167,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         if (warp == 0 && arrives(this_lane))
 #pragma unroll 1
             for (int i = from + (base + rank) % kCtas; i < min(n, to); i += kCtas)
-                if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group) load_raw(i, this_lane);
+                if (((base + i) / kCtas + C::kSlots * (C::kGroups - 1)) % C::kGroups == group)
+                    load_raw(i, (base + i) / kCtas % C::kRawBarriers, this_lane);
     };
     // All CTAs begin at once, so what the first chunks need is asked for first: a tile of each group, write strengths, V
     // where its stage has never been used, and only then the rest.
@@ -214,14 +215,15 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     using Gate = typename C::Gate;
     for (int i = first; i < n; i += kStep) {
         const int lane = fresh_lane();
-        const int turn = (base + i) / kStep, load = (base + i) / kCtas, slot = load % C::kSlots;
+        const int turn = (base + i) / kStep, load = (base + i) / kCtas, landing = load % C::kRawBarriers;
         const int stage_index = (base + i) % C::kStages;
         const bool solver = warp == (turn & 1);
-        const u32 raw = shared + C::raw + slot * C::kRaw, stage = shared + C::stages + stage_index * C::kStageBytes;
+        const u32 raw = shared + C::raw + C::slot_of(landing) * C::kRaw;
+        const u32 stage = shared + C::stages + stage_index * C::kStageBytes;
         const u32 full = shared + C::full + 8 * stage_index, empty = shared + C::empty + 8 * stage_index;
         const u32 scales = scratch + Scratch::scales + (turn & 1) * Scratch::scales_bytes;
         const int rows = min(kChunk, run.rows - i * kChunk);
-        barrier_wait(shared + C::raw_full + 8 * slot, (load / C::kSlots) & 1);
+        barrier_wait(shared + C::raw_full + 8 * landing, (load / C::kRawBarriers) & 1);
         if constexpr (C::kConvolves) {
             if (i == 0 && w.first_chunk == 0) write_history<C>(p, b, w, raw, query_head, warp, lane);
             convolve_chunk<C>(p, b, raw, query_head, run.head, warp, lane);
@@ -278,12 +280,15 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         combine<Gate>(products, own_inverse, inverse + (warp ^ 1) * (C::kGateTile / 2), stage, scratch, scales, solver,
                       lane, beta_of(turn), rows, l2norm, exchange, inverse_read, tells, strong, C::kLowKeys);
         if (!C::kEarlyReload && !solver) inverse_read.wait(turn);
-        if (C::kEarlyReload && !solver && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
+        auto reload = [&]() {
+            if (arrives(lane) && i + kAhead < n) load_raw(i + kAhead, C::next_of(landing), lane);
+        };
+        if (C::kEarlyReload && !solver) reload();
         fence_async_proxy();
         __syncwarp();
         if (arrives(lane)) barrier_arrive(full);
         if (!solver) {
-            if (!C::kEarlyReload && arrives(lane) && i + kAhead < n) load_raw(i + kAhead, lane);
+            if (!C::kEarlyReload) reload();
             ask_for_beta(i + 3 * kStep, turn + 3, lane);
             if constexpr (C::kCluster) chunk_done.arrive();
         } else if constexpr (C::kCluster) {
