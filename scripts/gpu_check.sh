@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What CI cannot show: everything that needs a GPU. One call on a machine with one runs the tests, the contract suite on
-# every GPU backend, the sanitizers on small workloads and on every form of the kernels, the accuracy battery, and the
-# benchmarks with every peer that is present.
+# every GPU backend, the sanitizers on small workloads of every kernel, the accuracy battery, and the benchmarks with
+# every peer that is present.
 #   scripts/gpu_check.sh OUT        OUT: folder for logs and result files
 #   PYTHON=python3  FLASHKDA=path/to/_flashkda_C.abi3.so  WORKERS=8
 # A part that fails does not stop the others; the exit code is the number of parts that failed. One part runs at a time,
@@ -61,16 +61,10 @@ if "$python" -c 'import vllm' 2>/dev/null; then
 fi
 for backend in cuda triton; do
     part "verify-$backend" 240 "${rapidkda[@]}" verify --backend "$backend"
-    sanitized "$backend" "${rapidkda[@]}" verify --backend "$backend" "${small[@]}"
 done
-# What small steps do not reach: every form of the cuda kernels (they run in pairs), where parts of a sequence meet, a
-# layer in one call, verifications of more tokens than a chunk, and sequences that triton cuts.
-sanitized cuda-forms "${single[@]}" tests/cuda/test_cuda_prefill.py \
-    -k "a_cta_takes or steps or (meets and ragged and g16 and (fast or slow or unbounded))"
-sanitized cuda-seams "${single[@]}" tests/cuda/test_cuda_seams.py \
-    -k "warm_ups or nans or (seams_are and g16 and (fast or slow))"
-sanitized cuda-layer "${single[@]}" "$contract" --backend cuda -k "B86 and not graph"
-sanitized cuda-replay "${single[@]}" "$contract" --backend cuda -k "replay and not graph and not wait"
+# Every cuda kernel once; small steps of triton, and sequences that it cuts.
+sanitized cuda "$python" tests/cuda/sanitized.py
+sanitized triton "${rapidkda[@]}" verify --backend triton "${small[@]}"
 sanitized triton-parts "${single[@]}" "$contract" --backend triton -k "long_among or checkpoints_of_a_long"
 part evaluation 400 "${rapidkda[@]}" eval ${FLASHKDA:+--flashkda "$FLASHKDA"} --out "$out/evaluation.json"
 part bench-prefill 400 "${rapidkda[@]}" bench prefill --regime fast --regime slow --regime unbounded "${peers[@]}" \
