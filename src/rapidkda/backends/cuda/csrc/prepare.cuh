@@ -6,11 +6,12 @@
 // one goes ahead. Chunks count from the kernel's start over all runs of the CTA, so producers go on to the next run
 // while the consumers finish this one: chunk `base + i` is the i-th of this run.
 //
-// Barriers. `raw_full[slot]`: the raw tiles landed (the copy's bytes). `empty[stage]`: every consumer warp, of both CTAs
-// of a cluster, is done with the stage; of a cluster's, the CTA that fills the stage is told. `full[stage]`: this group's
-// two warps arrived and V's bytes landed; where the peer prepares the chunk, the bytes of its copy and of V. Named
-// barriers of a group: `exchange` between what the warps give and take of their products, `chunk_done` before the raw
-// slot is filled again and, in a cluster, the stage is copied.
+// Barriers. `raw_full[slot]`, or two of them in turn: the raw tiles landed (the copy's bytes). `empty[stage]`: every
+// consumer warp, of both CTAs of a cluster, is done with the stage; of a cluster's, the CTA that fills the stage is
+// told. `full[stage]`: this group's two warps arrived and V's bytes landed; where the peer prepares the chunk, the
+// bytes of its copy and of V. Named barriers of a group: `exchange` between what the warps give and take of their
+// products, `inverse_read` before what the solver takes is written over, `chunk_done` before, in a cluster, the stage
+// is copied.
 #pragma once
 #include "convolution.cuh"
 #include "epilogue.cuh"
