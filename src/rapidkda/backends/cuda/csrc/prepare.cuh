@@ -266,15 +266,17 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const bool l2norm = p.flags & kL2Norm;
         if (solver) write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
 
-        const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
-        const u32 own_inverse = inverse + warp * (C::kGateTile / 2), own_gates = raw + 8192 + warp * (C::kGateTile / 2);
         auto wait_for_inverse = [&]() {  // until the last solver has read it
             if (C::kEarlyReload && solver && i != first) named_barrier(inverse_read, 64);
         };
-        if constexpr (C::kDecaysInShared) wait_for_inverse();
         typename C::Decays decays;
-        if constexpr (C::kDecaysInShared) decays = DecaysInShared{own_gates, own_inverse, {0.f, 0.f, 0.f, 0.f}};
-        make_decays<C>(decays, own_gates, lane, gate, p.flags & kRawGate);
+        if constexpr (C::kDecaysInShared) {
+            wait_for_inverse();
+            decays = DecaysInShared{raw + 8192 + half, shared + C::inverse + group * 4096 + half, {0.f, 0.f, 0.f, 0.f}};
+        }
+        make_decays<C>(decays, raw + 8192 + warp * (C::kGateTile / 2), lane, gate, p.flags & kRawGate);
+        Anchors anchors;  // before the wait, unless decays already take the registers
+        if constexpr (C::kDecaysInShared) anchors = find_anchors<Gate>(decays.total(), lane);
         const u32 strong = load_shared(strong_of(turn));  // bits of tokens
         if (solver) take_beta(i + 2 * kStep, turn + 2, lane);
 
@@ -296,9 +298,13 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             store_shared_float(to + Stage::query_scale, load_shared_float(scales + 64 + lane * 4) * Gate::rows_unshift);
             store_shared(to + Stage::exact, 0);  // no marks, unless the solver finds some
         }
+        const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
+        const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
         const u32 own_kd = stage + Stage::tiles + warp * Stage::half;
-        if constexpr (!C::kDecaysInShared) wait_for_inverse();
-        const Anchors anchors = find_anchors<Gate>(decays.total(), lane);
+        if constexpr (!C::kDecaysInShared) {
+            wait_for_inverse();
+            anchors = find_anchors<Gate>(decays.total(), lane);
+        }
         if (C::kDecaysInShared && C::kLowKeys && rarely(strong))  // before the decays are written over
             write_low_keys(decays, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
         write_decayed(decays, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, lane);
