@@ -55,7 +55,7 @@ DEVICE void load_v(const Params& p, int head, u32 stage, u32 full, int token, u3
     }
 }
 
-// Into L2, where a cluster's producers ask for a slot's tiles less than a chunk's time before they need them.
+// Into L2, well before the copies: a slot is filled less than a round of the groups before it is needed.
 DEVICE void prefetch_chunk(const Params& p, int token, int query_head, int head) {
     prefetch_tile(&p.q, token, 0, query_head);
     prefetch_tile(&p.k, token, 0, query_head);
