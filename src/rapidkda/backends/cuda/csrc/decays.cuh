@@ -39,6 +39,40 @@ struct UnboundedGate {
 DEVICE u32 lane_word(int lane) { return (lane >> 4) * 1024 + (lane & 15) * 8; }
 DEVICE u32 row_word(u32 word, int t) { return t * 128 + (word ^ (t << 4)); }
 
+// Log2 decays of this lane's channels, summed from the first of its eight tokens.
+//
+// In registers, with everything unrolled.
+struct DecaysInRegisters {
+    float x[32];  // [token][4]
+
+    DEVICE const float* total() const { return x + 28; }
+    DEVICE float at(u32, int t, int c) const { return x[4 * t + c]; }
+};
+// Or in words of shared memory that no other lane touches: two of a token's four over the gates, two where the
+// inverse-decayed keys will be. Then loops over tokens take two turns, with half of the code.
+struct DecaysInShared {
+    static constexpr int turns = 2, tokens = 8 / turns;
+    u32 gates, inverse;  // this warp's halves of both tiles
+    float sum[4];        // of all tokens so far
+
+    DEVICE const float* total() const { return sum; }
+    DEVICE float at(u32 word, int t, int c) const {
+        return load_shared_float((c < 2 ? gates : inverse) + row_word(word, t) + (c & 1) * 4);
+    }
+    DEVICE Quad load(u32 word, int t) const {
+        const Pair a = load_shared_pair(gates + row_word(word, t)), b = load_shared_pair(inverse + row_word(word, t));
+        return Quad{a.x, a.y, b.x, b.y};
+    }
+    DEVICE void put(u32 word, int t, const float* x) const {
+        store_shared_pair(gates + row_word(word, t), x[0], x[1]);
+        store_shared_pair(inverse + row_word(word, t), x[2], x[3]);
+    }
+};
+// lane_word of a turn's first row.
+DEVICE u32 turn_word(int lane, int turn) {
+    return turn * DecaysInShared::tokens * 128 + (lane_word(lane) ^ (turn * DecaysInShared::tokens << 4));
+}
+
 // Of this lane's channels.
 struct Anchors {
     float offset[4];  // P_t less the decay since the first of this lane's tokens
@@ -80,10 +114,28 @@ DEVICE Anchors find_anchors(const float* total, int lane) {
     return a;
 }
 
-// This lane's part of the tiles. decay: since the first of its tokens, [token][4]. raw_queries, ..., kd: this warp's
-// half of the channels. With two anchors, `multiply_own` finishes kd and qd.
-DEVICE void write_decayed(const float* decay, const Anchors& a, u32 raw_queries, u32 raw_keys, u32 inverse, u32 kd,
-                          u32 word) {
+// This lane's part of the tiles, of one token. decay: summed from the first of its tokens. at: its place in a tile.
+DEVICE void write_token(Words2 query, Words2 key, const float* decay, const Anchors& a, u32 inverse, u32 kd, u32 at) {
+    const float k[4] = {low_bf16(key.x), high_bf16(key.x), low_bf16(key.y), high_bf16(key.y)};
+    const float q[4] = {low_bf16(query.x), high_bf16(query.x), low_bf16(query.y), high_bf16(query.y)};
+    float e[4], i[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const float power = decay[c] + a.offset[c];
+        e[c] = exp2_approx(power);
+        i[c] = k[c] * exp2_approx(-power);
+    }
+    store_shared_words2(kd + at, pack_bf16(k[0] * e[0], k[1] * e[1]), pack_bf16(k[2] * e[2], k[3] * e[3]));
+    store_shared_words2(kd + 2048 + at, pack_bf16(q[0] * e[0], q[1] * e[1]), pack_bf16(q[2] * e[2], q[3] * e[3]));
+    store_shared_words2(inverse + at, pack_bf16(i[0], i[1]), pack_bf16(i[2], i[3]));
+    store_shared_words2(kd + Stage::kr + at, pack_f16(i[0] * a.last[0], i[1] * a.last[1]),
+                        pack_f16(i[2] * a.last[2], i[3] * a.last[3]));
+}
+// Of all its tokens. raw_queries, ..., kd: this warp's half of the channels. With two anchors, `multiply_own` finishes
+// kd and qd.
+DEVICE void write_decayed(const DecaysInRegisters& decays, const Anchors& a, u32 raw_queries, u32 raw_keys, u32 inverse,
+                          u32 kd, int lane) {
+    const u32 word = lane_word(lane);
     Words2 queries[2], keys[2];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
@@ -92,32 +144,40 @@ DEVICE void write_decayed(const float* decay, const Anchors& a, u32 raw_queries,
     }
 #pragma unroll
     for (int t = 0; t < 8; t++) {
-        const u32 at = row_word(word, t);
         const Words2 key = keys[t & 1], query = queries[t & 1];
         if (t < 6) {
             queries[t & 1] = load_shared_words2(raw_queries + row_word(word, t + 2));
             keys[t & 1] = load_shared_words2(raw_keys + row_word(word, t + 2));
         }
-        const float k[4] = {low_bf16(key.x), high_bf16(key.x), low_bf16(key.y), high_bf16(key.y)};
-        const float q[4] = {low_bf16(query.x), high_bf16(query.x), low_bf16(query.y), high_bf16(query.y)};
-        float e[4], i[4];
+        write_token(query, key, decays.x + 4 * t, a, inverse, kd, row_word(word, t));
+    }
+}
+DEVICE void write_decayed(const DecaysInShared& decays, const Anchors& a, u32 raw_queries, u32 raw_keys, u32 inverse,
+                          u32 kd, int lane) {
+    constexpr int kTokens = DecaysInShared::tokens;
+#pragma unroll 1
+    for (int turn = 0; turn < DecaysInShared::turns; turn++) {
+        const u32 word = turn_word(lane, turn);
+        Words2 queries[kTokens], keys[kTokens];
+        Quad sums[kTokens];
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const float power = decay[4 * t + c] + a.offset[c];
-            e[c] = exp2_approx(power);
-            i[c] = k[c] * exp2_approx(-power);
+        for (int t = 0; t < kTokens; t++) {
+            queries[t] = load_shared_words2(raw_queries + row_word(word, t));
+            keys[t] = load_shared_words2(raw_keys + row_word(word, t));
+            sums[t] = decays.load(word, t);
         }
-        store_shared_words2(kd + at, pack_bf16(k[0] * e[0], k[1] * e[1]), pack_bf16(k[2] * e[2], k[3] * e[3]));
-        store_shared_words2(kd + 2048 + at, pack_bf16(q[0] * e[0], q[1] * e[1]), pack_bf16(q[2] * e[2], q[3] * e[3]));
-        store_shared_words2(inverse + at, pack_bf16(i[0], i[1]), pack_bf16(i[2], i[3]));
-        store_shared_words2(kd + Stage::kr + at, pack_f16(i[0] * a.last[0], i[1] * a.last[1]),
-                            pack_f16(i[2] * a.last[2], i[3] * a.last[3]));
+#pragma unroll
+        for (int t = 0; t < kTokens; t++) {
+            const float decay[4] = {sums[t].x, sums[t].y, sums[t].z, sums[t].w};
+            write_token(queries[t], keys[t], decay, a, inverse, kd, row_word(word, t));
+        }
     }
 }
 
 // What fp16 leaves of this lane's keys of the update, for consumers that add it up (layout.cuh, low_keys). The keys are
-// made again from the raw ones.
-DEVICE void write_low_keys(const float* decay, const Anchors& a, u32 raw_keys, u32 low_keys, int warp, int lane) {
+// made again from the raw ones, and from decays that must still be there.
+template <class Decays>
+DEVICE void write_low_keys(const Decays& decays, const Anchors& a, u32 raw_keys, u32 low_keys, int warp, int lane) {
     const u32 word = lane_word(lane);
     // Channels 64 warp + 4 (lane % 16) + c: n-tile 8 warp + (lane % 16) / 2, its row 4 (lane % 2) + c.
     const int tile = 8 * warp + ((lane & 15) >> 1);
@@ -131,7 +191,7 @@ DEVICE void write_low_keys(const float* decay, const Anchors& a, u32 raw_keys, u
             const float k[4] = {low_bf16(key.x), high_bf16(key.x), low_bf16(key.y), high_bf16(key.y)};
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const float x = k[c] * exp2_approx(-(decay[4 * (t + i) + c] + a.offset[c])) * a.last[c];
+                const float x = k[c] * exp2_approx(-(decays.at(word, t + i, c) + a.offset[c])) * a.last[c];
                 low[i][c] = (x - low_f16(pack_f16(x, 0.f))) * 0x1p11f;
             }
         }

@@ -1,10 +1,10 @@
 // The producers: from raw q, k, g, beta of a chunk to everything the recurrence needs of it (layout.cuh, Stage).
 //
 // Group i of two warps takes every kGroups-th chunk of this CTA. Warp w owns channels 64 w .. 64 w + 63, a lane four
-// neighbouring ones over 8 of the 16 tokens: prefix sums stay in registers. Raw tiles arrive by TMA in a ring of slots
-// that the groups share. The two warps take turns as the solver, which has the longer second half of a chunk: the other
-// one goes ahead. Chunks count from the kernel's start over all runs of the CTA, so producers go on to the next run
-// while the consumers finish this one: chunk `base + i` is the i-th of this run.
+// neighbouring ones over 8 of the 16 tokens: prefix sums are its own. Raw tiles arrive by TMA in a ring of slots that
+// the groups share. The two warps take turns as the solver, which has the longer second half of a chunk: the other one
+// goes ahead. Chunks count from the kernel's start over all runs of the CTA, so producers go on to the next run while
+// the consumers finish this one: chunk `base + i` is the i-th of this run.
 //
 // Barriers. `raw_full[slot]`, or two of them in turn: the raw tiles landed (the copy's bytes). `empty[stage]`: every
 // consumer warp, of both CTAs of a cluster, is done with the stage; of a cluster's, the CTA that fills the stage is
@@ -24,6 +24,7 @@
 template <Form kForm, bool kBounded, bool kGateFloat, bool kParts, bool kConvolves = false, bool kNorms = false>
 struct PrefillConfig : Config<kForm, kBounded, kGateFloat, kParts, kConvolves, kNorms> {
     using Gate = typename Select<kBounded, BoundedGate, UnboundedGate>::Type;
+    using Decays = typename Select<PrefillConfig::kDecaysInShared, DecaysInShared, DecaysInRegisters>::Type;
 };
 
 // Bytes of V that the CTA `rank` needs of a chunk.
@@ -53,6 +54,15 @@ DEVICE void load_v(const Params& p, int head, u32 stage, u32 full, int token, u3
         copy_tile_remote(v, &p.v, token, 0, head, full, peer);
         copy_tile_remote(v + 2048, &p.v, token, 1, head, full, peer);
     }
+}
+
+// Into L2, well before the copies: a slot is filled less than a round of the groups before it is needed.
+DEVICE void prefetch_chunk(const Params& p, int token, int query_head, int head) {
+    prefetch_tile(&p.q, token, 0, query_head);
+    prefetch_tile(&p.k, token, 0, query_head);
+    prefetch_tile(&p.g, token, 0, head);
+    prefetch_tile(&p.v, token, 0, head);
+    prefetch_tile(&p.v, token, 1, head);
 }
 
 // Beta is asked for, to be decoded when it is needed: the copy has a chunk's time to arrive, where a load would hold up
@@ -89,52 +99,74 @@ DEVICE void blank_rows(u32 raw, int warp, int lane, int rows, bool raw_gate) {
     }
 }
 
-// Gate logits of this lane's channels and tokens, [token][4].
-template <class C>
-DEVICE void load_logits(float* logits, u32 tile, int warp, int lane) {
-    if constexpr (C::kGateFloat) {
-        const u32 word = (lane >> 4) * 1024 + (lane & 7) * 16;
-        const u32 from = tile + warp * 4096 + ((lane >> 3) & 1) * 2048;
+// Gate logits of this lane's channels, [token][4], from this warp's half of their tile. word: of the first token.
+DEVICE void load_logits(float* logits, u32 tile, u32 word, int tokens) {
+    Words2 words[8];
 #pragma unroll
-        for (int t = 0; t < 8; t++) {
-            const Quad x = load_shared_quad(from + row_word(word, t));
-            logits[4 * t] = x.x;
-            logits[4 * t + 1] = x.y;
-            logits[4 * t + 2] = x.z;
-            logits[4 * t + 3] = x.w;
-        }
-        __syncwarp();  // what this warp writes over g later lands where other lanes read
-    } else {
-        const u32 word = lane_word(lane);
-        Words2 words[8];
+    for (int t = 0; t < tokens; t++) words[t] = load_shared_words2(tile + row_word(word, t));
 #pragma unroll
-        for (int t = 0; t < 8; t++) words[t] = load_shared_words2(tile + warp * 2048 + row_word(word, t));
-#pragma unroll
-        for (int t = 0; t < 8; t++) {
-            logits[4 * t] = low_bf16(words[t].x);
-            logits[4 * t + 1] = high_bf16(words[t].x);
-            logits[4 * t + 2] = low_bf16(words[t].y);
-            logits[4 * t + 3] = high_bf16(words[t].y);
-        }
+    for (int t = 0; t < tokens; t++) {
+        logits[4 * t] = low_bf16(words[t].x);
+        logits[4 * t + 1] = high_bf16(words[t].x);
+        logits[4 * t + 2] = low_bf16(words[t].y);
+        logits[4 * t + 3] = high_bf16(words[t].y);
     }
 }
+DEVICE void load_float_logits(float* logits, u32 tile, int lane) {
+    const u32 word = (lane >> 4) * 1024 + (lane & 7) * 16, from = tile + ((lane >> 3) & 1) * 2048;
+#pragma unroll
+    for (int t = 0; t < 8; t++) {
+        const Quad x = load_shared_quad(from + row_word(word, t));
+        logits[4 * t] = x.x;
+        logits[4 * t + 1] = x.y;
+        logits[4 * t + 2] = x.z;
+        logits[4 * t + 3] = x.w;
+    }
+    __syncwarp();  // what this warp writes over g later lands where other lanes read
+}
 
-// In place: log2 decays, summed from the first of this lane's tokens.
-template <class C>
-DEVICE void accumulate_decays(float* x, const GateChannels& gate, bool raw_gate) {
+// In place: log2 decays, summed on from `before`, or from nothing.
+template <class C, int kCount>
+DEVICE void accumulate_decays(float (&x)[kCount], const float* before, const GateChannels& gate, bool raw_gate) {
     if constexpr (C::kBounded) {
 #pragma unroll
-        for (int t = 0; t < 32; t++) x[t] = bounded_fraction(x[t], gate.bias[t & 3], gate.amplitude);
+        for (int t = 0; t < kCount; t++) x[t] = bounded_fraction(x[t], gate.bias[t & 3], gate.amplitude);
     } else if (raw_gate) {
 #pragma unroll
-        for (int t = 0; t < 32; t++) x[t] = softplus_strength(x[t], gate.bias[t & 3], gate.bound);
+        for (int t = 0; t < kCount; t++) x[t] = softplus_strength(x[t], gate.bias[t & 3], gate.bound);
     } else {
 #pragma unroll
-        for (int t = 0; t < 32; t++) x[t] = log_decay_strength(x[t], gate.bound);
+        for (int t = 0; t < kCount; t++) x[t] = log_decay_strength(x[t], gate.bound);
     }
     const float factor = C::kBounded ? gate.bound : gate.amplitude;
 #pragma unroll
-    for (int t = 0; t < 32; t++) x[t] = t < 4 ? x[t] * factor : fmaf(x[t], factor, x[t - 4]);
+    for (int t = 0; t < kCount; t++)
+        x[t] = t >= 4 ? fmaf(x[t], factor, x[t - 4]) : before ? fmaf(x[t], factor, before[t]) : x[t] * factor;
+}
+
+// From gates in this warp's half of their tile.
+template <class C>
+DEVICE void make_decays(DecaysInRegisters& decays, u32 gates, int lane, const GateChannels& gate, bool raw_gate) {
+    if constexpr (C::kGateFloat)
+        load_float_logits(decays.x, gates, lane);
+    else
+        load_logits(decays.x, gates, lane_word(lane), 8);
+    accumulate_decays<C>(decays.x, nullptr, gate, raw_gate);
+}
+template <class C>
+DEVICE void make_decays(DecaysInShared& decays, u32 gates, int lane, const GateChannels& gate, bool raw_gate) {
+    constexpr int kTokens = DecaysInShared::tokens;
+#pragma unroll 1
+    for (int turn = 0; turn < DecaysInShared::turns; turn++) {
+        const u32 word = turn_word(lane, turn);
+        float x[4 * kTokens];
+        load_logits(x, gates, word, kTokens);
+        accumulate_decays<C>(x, decays.sum, gate, raw_gate);
+#pragma unroll
+        for (int c = 0; c < 4; c++) decays.sum[c] = x[4 * kTokens - 4 + c];
+#pragma unroll
+        for (int t = 0; t < kTokens; t++) decays.put(word, t, x + 4 * t);
+    }
 }
 
 template <class C>
@@ -153,6 +185,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     const Handover chunk_done{1 + C::kGroups + group, shared + C::handovers + 8 * group};
     const Handover inverse_read{1 + 2 * C::kGroups + group, shared + C::handovers + 8 * (C::kGroups + group)};
 
+    constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
     auto load_raw = [&](int i, int landing, int lane) {  // one thread, or those that arrive
         const int token = run.first_token + i * kChunk;
         const u32 to = shared + C::raw + C::slot_of(landing) * C::kRaw, bar = shared + C::raw_full + 8 * landing;
@@ -162,8 +195,9 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
         copy_tile(to + 8192, &p.g, token, 0, run.head, bar);
         if constexpr (C::kConvolves) load_before<C>(p, b, to, token, query_head, run.head, bar);
+        if constexpr (C::kDecaysInShared)
+            if (i + kAhead < n) prefetch_chunk(p, token + kAhead * kChunk, query_head, run.head);
     };
-    constexpr int kAhead = C::kSlots * kCtas;  // chunks between two of a slot
     auto load_first = [&](int from, int to) {  // into the slots that this group was the last to use
         if (warp == 0 && arrives(this_lane))
 #pragma unroll 1
@@ -236,9 +270,17 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const bool l2norm = p.flags & kL2Norm;
         if (solver) write_row_scales(scales + 64, raw, lane, rows, l2norm, p.scale);
 
-        float decay[32];  // of this lane's channels and tokens: logits, then prefix sums of log2 decays
-        load_logits<C>(decay, raw + 8192, warp, lane);
-        accumulate_decays<C>(decay, gate, p.flags & kRawGate);
+        auto wait_for_inverse = [&]() {  // until the last solver has read it
+            if (C::kEarlyReload && solver && i != first) inverse_read.wait(turn - 1);
+        };
+        typename C::Decays decays;
+        if constexpr (C::kDecaysInShared) {
+            wait_for_inverse();
+            decays = DecaysInShared{raw + 8192 + half, shared + C::inverse + group * 4096 + half, {0.f, 0.f, 0.f, 0.f}};
+        }
+        make_decays<C>(decays, raw + 8192 + warp * (C::kGateTile / 2), lane, gate, p.flags & kRawGate);
+        Anchors anchors;  // before the wait, unless decays already take the registers
+        if constexpr (C::kDecaysInShared) anchors = find_anchors<Gate>(decays.total(), lane);
         const u32 strong = load_shared(strong_of(turn));  // bits of tokens
         if (solver) take_beta(i + 2 * kStep, turn + 2, lane);
 
@@ -263,11 +305,15 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         const u32 inverse = C::kEarlyReload ? shared + C::inverse + group * 4096 : raw + 8192;
         const u32 own_inverse = inverse + warp * (C::kGateTile / 2);
         const u32 own_kd = stage + Stage::tiles + warp * Stage::half;
-        if (C::kEarlyReload && solver && i != first) inverse_read.wait(turn - 1);  // by the last solver
-        const Anchors anchors = find_anchors<Gate>(decay + 28, lane);
-        write_decayed(decay, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, lane_word(lane));
-        if (C::kLowKeys && strong)  // rare
-            write_low_keys(decay, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
+        if constexpr (!C::kDecaysInShared) {
+            wait_for_inverse();
+            anchors = find_anchors<Gate>(decays.total(), lane);
+        }
+        if (C::kDecaysInShared && C::kLowKeys && rarely(strong))  // before the decays are written over
+            write_low_keys(decays, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
+        write_decayed(decays, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, lane);
+        if (!C::kDecaysInShared && C::kLowKeys && strong)  // rare
+            write_low_keys(decays, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
         store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::lane_row + (pair >> 2) * 8, anchors.end[0],
                           anchors.end[1]);
@@ -278,6 +324,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             store_shared_words2(factors + lane * 8, anchors.factors[0], anchors.factors[1]);
         __syncwarp();
         const Products products = multiply_own<Gate>(own_inverse, own_kd, factors, lane);
+        if constexpr (C::kDecaysInShared) fence_async_proxy();  // written over g, where the next copy goes
         combine<Gate>(products, own_inverse, inverse + (warp ^ 1) * (C::kGateTile / 2), stage, scratch, scales, solver,
                       lane, beta_of(turn), rows, l2norm, exchange, inverse_read, tells, strong, C::kLowKeys);
         if (!C::kEarlyReload && !solver) inverse_read.wait(turn);
