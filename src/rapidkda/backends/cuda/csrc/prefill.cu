@@ -97,7 +97,10 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
     if constexpr (C::kCluster) cluster_barrier();
 
     if (kComes == Comes::kProducers || (kComes == Comes::kAll && warp_index >= C::kFirstProducer / 32)) {
-        release_registers<C::kProducerRegisters>();
+        if constexpr (kComes == Comes::kProducers && C::kProducerRegisters > OneShare::kProducerRegisters)
+            claim_registers<C::kProducerRegisters>();  // they have come with a share's
+        else
+            release_registers<C::kProducerRegisters>();
         for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
             if (chunks < 0) continue;
             prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
@@ -180,6 +183,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
         __builtin_unreachable();
     };
     if (warp_index >= C::kFirstProducer / 32) {
+        release_registers<C::kProducerRegisters>();  // consumers may have them when they know the seams
         Output output;
         const Work* w = &s.guess;
         for (int base = 0, chunks = speculated; walked;) {
@@ -191,7 +195,6 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
                 leave();
             }
             if (!shares()) break;
-            release_registers<C::kProducerRegisters>();
             cluster_arrive();
             w = &s.rest;
             chunks = w->chunks;
@@ -212,10 +215,6 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
         }
         if (thread < 2) tell_seam(seams + 4 * rank, thread, seam, told);
         if (shares()) {
-            for (int i = 0; i < left_out; i++) {
-                barrier_wait_together(shared + C::full + 8 * i, 0);
-                if (arrives(lane)) barrier_arrive(shared + C::empty + 8 * i);
-            }
             named_barrier(Seam::barrier, Seam::threads);  // the assembler sees that warps have come together again
             claim_registers<C::kConsumerRegisters>();
             run_recurrence<C, false>(p, s.all, shared, warp_index, lane, rank, s.all.chunks, left_out);

@@ -136,7 +136,13 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll
         for (int t = 0; t < 64; t++) state[t] = 0.f;
     }
-    if constexpr (kShare) cluster_arrive();  // the last state may go where the first one was: see below
+    if constexpr (kShare) {
+        for (int i = 0; i < base; i++) {  // chunks of the share that are left out: prefill.cu
+            barrier_wait_together(shared + C::full + 8 * i, 0);
+            if (arrives(lane)) barrier_arrive(shared + C::empty + 8 * i);
+        }
+        cluster_arrive();  // the last state may go where the first one was: see below
+    }
 
     // The next checkpoint, and the chunk of this run that it follows, or -1.
     int checkpoint = 0, checkpoint_chunk = -1;
