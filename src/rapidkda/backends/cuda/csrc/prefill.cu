@@ -97,10 +97,11 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
     if constexpr (C::kCluster) cluster_barrier();
 
     if (kComes == Comes::kProducers || (kComes == Comes::kAll && warp_index >= C::kFirstProducer / 32)) {
-        if constexpr (kComes == Comes::kProducers && C::kProducerRegisters > OneShare::kProducerRegisters)
-            claim_registers<C::kProducerRegisters>();  // they have come with a share's
-        else
+        constexpr int kHeld = OneShare::kProducerRegisters;  // by those of a share
+        if constexpr (kComes != Comes::kProducers || C::kProducerRegisters < kHeld)
             release_registers<C::kProducerRegisters>();
+        else if constexpr (C::kProducerRegisters > kHeld)
+            claim_registers<C::kProducerRegisters>();
         for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
             if (chunks < 0) continue;
             prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
