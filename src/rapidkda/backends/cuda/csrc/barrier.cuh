@@ -5,6 +5,8 @@
 DEVICE void barrier_init(u32 bar, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals));
 }
+// The barrier's memory may be used for other things.
+DEVICE void barrier_end(u32 bar) { asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // One lane arrives for its warp, after __syncwarp. racecheck follows what the arriving lane itself did, not what
 // __syncwarp orders before it, so a build for it (RAPIDKDA_RACECHECK=1) lets every lane arrive.
@@ -30,6 +32,19 @@ DEVICE void barrier_wait(u32 bar, int parity) {
         "DONE_%=:\n}" ::"r"(bar),
         "r"(parity)
         : "memory");
+}
+// The same by a vote of the warp: behind a plain wait outside of the main loops the assembler takes it for diverged, and
+// moves addresses of tiles to uniform registers every chunk.
+DEVICE void barrier_wait_together(u32 bar, int parity) {
+    u32 done;
+    do
+        asm volatile(
+            "{.reg .pred p,q; mbarrier.try_wait.parity.shared.b64 p,[%1],%2; vote.sync.all.pred q,p,0xffffffff; "
+            "selp.u32 %0,1,0,q;}"
+            : "=r"(done)
+            : "r"(bar), "r"(parity)
+            : "memory");
+    while (!done);
 }
 // The same on a CTA of the cluster, this one or the other. Relaxed on purpose: what these order is done by the
 // consumers' own reads and by the copy engine, and release semantics at cluster scope cost about 1,600 cycles each.

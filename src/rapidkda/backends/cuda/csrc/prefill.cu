@@ -16,8 +16,21 @@ using Kernel = PrefillConfig<Form::KDA_FORM, KDA_BOUNDED, KDA_GATE_FLOAT, kInPar
 using First = PrefillConfig<Form::kPair, KDA_BOUNDED, KDA_GATE_FLOAT, true>;
 using OneShare = PrefillConfig<Form::kWhole, KDA_BOUNDED, KDA_GATE_FLOAT, true>;
 DEVICE constexpr int largest(int a, int b) { return a > b ? a : b; }
-constexpr int kSharedBytes =
-    kInParts ? largest(Kernel::kBytes, largest(First::kBytes, OneShare::kBytes)) : Kernel::kBytes;
+// Beside a share's first chunks, whose raw tiles take the first slots, its seam is looked for behind all that they need;
+// where gates are fp32, that has room for one of two chunks, and the other one takes the slots left.
+constexpr int kSpeculated = OneShare::kGroups;
+using SeamWalk = Walk<KDA_GATE_FLOAT>;
+constexpr int kBehind = (OneShare::kBytes - 1024 + 1023) / 1024 * 1024;
+constexpr int kWalk = KDA_GATE_FLOAT ? OneShare::raw + kSpeculated * OneShare::kRaw : kBehind;
+constexpr int kWalkStride = KDA_GATE_FLOAT ? kBehind - kWalk : SeamWalk::chunk_bytes;
+constexpr int kWalkEnd = kWalk + (Seam::batch - 1) * kWalkStride + SeamWalk::chunk_bytes;
+static_assert(!KDA_GATE_FLOAT || (Seam::batch == 2 && kWalk + SeamWalk::chunk_bytes <=
+                                                          OneShare::raw + OneShare::kSlots * OneShare::kRaw));
+static_assert(OneShare::raw % 1024 == 0 && OneShare::kRaw % 1024 == 0);  // tiles of the walk too
+constexpr int kPartBytes =
+    largest(largest(Kernel::kBytes, First::kBytes), largest(OneShare::kBytes, kWalkEnd + 1024));
+static_assert(!kInParts || kPartBytes <= 232448 - 1024);
+constexpr int kSharedBytes = kInParts ? kPartBytes : Kernel::kBytes;
 
 struct LaunchInfo {
     int threads, shared_bytes, cluster;
@@ -33,8 +46,11 @@ DEVICE void write_zeros(const Params& p, const Work& w, int threads) {
     }
 }
 
+// Which warps come to `run`: where the roles part before it, those of one of them.
+enum class Comes { kAll, kProducers, kOthers };
+
 // `part`: the one run of this CTA, where it is a part's.
-template <class C>
+template <class C, Comes kComes = Comes::kAll>
 DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
     const int thread = threadIdx.x, lane = thread & 31;
     // Shuffled, so that the assembler knows it is the same for the whole warp: addresses stay in uniform registers.
@@ -47,8 +63,6 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
     __shared__ Output outputs[C::kNorms ? C::kThreads / 32 : 1];  // likewise
     Output& output = outputs[C::kNorms ? warp_index : 0];
     if (C::kNorms && lane == 0) output.rows = 0;
-    // The CTAs of a cluster that share by time meet once, where the consumers have the states that they start from.
-    constexpr bool kShare = C::kParts && C::kForm == Form::kWhole;
     constexpr int kCtas = C::kCluster ? 2 : 1;  // of a worker
     const int workers = gridDim.x / kCtas, worker = blockIdx.x / kCtas, units = p.segments * p.value_heads;
     int place = 0;
@@ -84,19 +98,18 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
     __syncthreads();
     if constexpr (C::kCluster) cluster_barrier();
 
-    if (warp_index >= C::kFirstProducer / 32) {
-        release_registers<C::kProducerRegisters>();
-        if constexpr (kShare) cluster_arrive();
+    if (kComes == Comes::kProducers || (kComes == Comes::kAll && warp_index >= C::kFirstProducer / 32)) {
+        constexpr int kHeld = OneShare::kProducerRegisters;  // by those of a share
+        if constexpr (kComes != Comes::kProducers || C::kProducerRegisters < kHeld)
+            release_registers<C::kProducerRegisters>();
+        else if constexpr (C::kProducerRegisters > kHeld)
+            claim_registers<C::kProducerRegisters>();
         for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
             if (chunks < 0) continue;
             prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
         }
         if constexpr (C::kNorms)
             norm_last_output<C>(p, b, shared, warp_index - C::kFirstProducer / 32, lane, output);
-        if constexpr (kShare) {
-            __syncwarp();
-            cluster_wait();
-        }
     } else if (warp_index >= C::kConsumers / 32) {
         release_registers<C::kIdleRegisters>();
     } else {
@@ -116,49 +129,159 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
     }
 }
 
+// What a CTA knows of its part while it may be shared by time.
+struct Halves {
+    Work head;              // all of its chunks
+    int part, begin, end;   // of the head's parts; this CTA's half, in chunks
+    bool idle;              // the head has no such part
+    Work guess, rest, all;  // runs: of producers before the seams are known and then, of consumers
+    int seams[2];           // before both halves
+    u64 told;               // barrier: they are known, and with them `rest` and `all`
+    u64 landed[Seam::batch];
+};
+
+// A part that may not be shared: see run_part.
+template <Comes kComes>
+DEVICE void run_unshared(const Params& p, const Neighbours& b, u32 shared, Halves& s, bool walked) {
+    const Parts parts = parts_of(p, s.head.chunks, walked);
+    if (s.part > parts.last()) return;
+    if (threadIdx.x == 0) s.all = run_of(s.head, s.part, parts.begin(s.part), parts.begin(s.part + 1), 0);
+    fence_async_proxy();  // reads and writes of what was there, before copies over it
+    __syncthreads();
+    if (s.part == 0) return run<First, kComes>(p, b, shared, &s.all);
+    run<Kernel, kComes>(p, b, shared, &s.all);
+}
+
+// Each CTA takes its half of the chunks of a head that is walked, if that is right: while consumers look for the seam
+// before it, producers prepare the first chunks, from kSpeculated before the half on. Consumers leave out those that the
+// seam shows to be too early; with a seam still earlier, they leave out all, and producers begin again.
+DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& s, u32 rank, bool walked) {
+    using C = OneShare;
+    const int thread = threadIdx.x, lane = thread & 31;
+    const int warp_index = __shfl_sync(kAllLanes, thread >> 5, 0);
+    const int guess = min(s.begin, kSpeculated), speculated = s.idle ? 0 : min(guess + s.end - s.begin, kSpeculated);
+    const u32 told = shared_address(&s.told), landed = shared_address(s.landed), seams = shared_address(s.seams);
+    if (walked && thread == 0) {
+        for (int i = 0; i < C::kStages; i++) {
+            barrier_init(shared + C::full + 8 * i, 1 + 2 * kWarpArrivals);
+            barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals);
+        }
+        for (int i = 0; i < C::kRawBarriers; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
+        if (KDA_EVERY_LANE_ARRIVES)
+            for (int i = 0; i < 2 * C::kGroups; i++) barrier_init(shared + C::handovers + 8 * i, 32);
+        for (int i = 0; i < Seam::batch; i++) barrier_init(landed + 8 * i, 1);
+        barrier_init_fence();
+        fence_async_proxy();
+        barrier_expect(told, 8);
+        s.guess = run_of(s.head, s.part, s.begin, s.end, guess);
+    }
+    __syncthreads();
+
+    auto shares = [&]() {
+        barrier_wait_together(told, 0);
+        return __shfl_sync(kAllLanes, !s.idle && by_shares(s.part, load_shared(seams), load_shared(seams + 4)), 0);
+    };
+    auto leave = [&]() {  // neither CTA while the other may still write to it
+        __syncwarp();
+        cluster_barrier();
+        asm volatile("exit;");  // where a return would keep the registers of what follows
+        __builtin_unreachable();
+    };
+    if (warp_index >= C::kFirstProducer / 32) {
+        release_registers<C::kProducerRegisters>();  // consumers may have them when they know the seams
+        Output output;
+        const Work* w = &s.guess;
+        for (int base = 0, chunks = speculated; walked;) {
+            if (chunks > 0)
+                prepare_chunks<C>(p, *w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
+            if (w == &s.rest) {
+                __syncwarp();
+                cluster_wait();
+                leave();
+            }
+            if (!shares()) break;
+            cluster_arrive();
+            w = &s.rest;
+            chunks = w->chunks;
+            base = speculated;
+        }
+        if (walked) __syncthreads();  // all that was prepared is there
+        return run_unshared<Comes::kProducers>(p, b, shared, s, walked);
+    }
+    if (walked) {
+        const int seam = walk<KDA_BOUNDED, KDA_GATE_FLOAT>(p, s.head, s.begin, shared + kWalk, kWalkStride, landed);
+        const int begin = max(seam, 0), left_out = begin > guess ? speculated : guess - begin;
+        if (thread == 0) {
+            s.all = run_of(s.head, s.part, s.begin, s.end, begin);
+            s.all.kept = rank == 1;
+            s.rest = begin > guess ? s.all : run_of(s.head, s.part, s.begin - guess + speculated, s.end, 0);
+            p.seams[seam_index(p, s.head.segment, 2 * s.part + rank, s.head.head)] = seam;
+            barrier_arrive(told);
+        }
+        if (thread < 2) tell_seam(seams + 4 * rank, thread, seam, told);
+        if (shares()) {
+            named_barrier(Seam::barrier, Seam::threads);  // the assembler sees that warps have come together again
+            claim_registers<C::kConsumerRegisters>();
+            run_recurrence<C, false>(p, s.all, shared, warp_index, lane, rank, s.all.chunks, left_out);
+            leave();
+        }
+        for (int i = 0; i < speculated; i++) barrier_wait_together(shared + C::full + 8 * i, 0);
+        __syncthreads();
+        if (thread == 0) {
+            for (int i = 0; i < C::kStages; i++) {
+                barrier_end(shared + C::full + 8 * i);
+                barrier_end(shared + C::empty + 8 * i);
+            }
+            for (int i = 0; i < C::kRawBarriers; i++) barrier_end(shared + C::raw_full + 8 * i);
+            if (KDA_EVERY_LANE_ARRIVES)
+                for (int i = 0; i < 2 * C::kGroups; i++) barrier_end(shared + C::handovers + 8 * i);
+        }
+    }
+    run_unshared<Comes::kOthers>(p, b, shared, s, walked);
+}
+
 // A part of a segment, by a cluster (parts.cuh). Where all before it and all before its middle is forgotten, the two
 // CTAs share it by time instead of V, each with all of V: less work in all. Else a pair runs part 0, and of any other
 // part one CTA makes B and the outputs as from nothing, the other one M and what the outputs have to add (correct.cu).
 DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
-    __shared__ Work work, own;  // of the head; this CTA's run, made while other threads still read the first
-    __shared__ int seams[2];
-    static_assert(!kInParts || (Kernel::kThreads == Seam::threads && First::kThreads == Seam::threads &&
-                                OneShare::kThreads == Seam::threads && Seam::bytes <= kSharedBytes - 1024));
+    __shared__ Halves share;
+    constexpr int kThreads = 32 * kChunk;
+    static_assert(!kInParts || (Kernel::kThreads == kThreads && First::kThreads == kThreads &&
+                                OneShare::kThreads == kThreads && OneShare::kConsumers == Seam::threads));
     const u32 rank = cluster_rank();
-    const int index = blockIdx.x / 2, head = index % p.value_heads, part = index / p.value_heads % p.parts;
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&share.told), 2);
+        barrier_init_fence();
+    }
     cluster_arrive();
-    if (threadIdx.x == 0) work = find_work(p, segment_at(p, index / p.value_heads / p.parts), head);
+    if (threadIdx.x == 0) {
+        const int index = blockIdx.x / 2, part = index / p.value_heads % p.parts;
+        share.head = find_work(p, segment_at(p, index / p.value_heads / p.parts), index % p.value_heads);
+        const Parts parts = parts_of(p, share.head.chunks, true);
+        share.part = part;
+        share.begin = rank ? parts.middle(part) : parts.begin(part);
+        share.end = rank ? parts.begin(part + 1) : parts.middle(part);
+        share.idle = part > parts.last();
+    }
     __syncthreads();
-    Parts parts = parts_of(p, work.chunks, true);
-    const int begin = rank ? parts.middle(part) : parts.begin(part);
-    if (work.padding) {
-        if (rank == 0) write_zeros(p, run_of(work, part, begin, parts.begin(part + 1), 0), Seam::threads);
+    const Work& head = share.head;
+    if (head.padding) {
+        const Parts parts = parts_of(p, head.chunks, true);
+        if (rank == 0)
+            write_zeros(p, run_of(head, share.part, share.begin, parts.begin(share.part + 1), 0), kThreads);
         return;
     }
-    const int seam = find_seam<KDA_BOUNDED, KDA_GATE_FLOAT>(p, work, begin, shared);
+    auto prefetch = [&](int first, int count) {
+        const int i = share.begin + first + static_cast<int>(threadIdx.x) - 32;
+        if (threadIdx.x >= 32 && threadIdx.x < 32 + count && i >= 0 && i < head.chunks) prefetch_chunk(p, head, i);
+    };
+    const bool walked = forgets<KDA_BOUNDED, KDA_GATE_FLOAT>(p, head, shared);
     cluster_wait();  // the other CTA runs
-    if (threadIdx.x == 0) {
-        seams[rank] = seam;
-        store_remote(shared_address(seams + rank), rank ^ 1, seam);
-        p.seams[seam_index(p, work.segment, 2 * part + rank, head)] = seam;
-    }
-    __syncwarp();
-    cluster_barrier();
-    if (seam == kNotWalked) parts = parts_of(p, work.chunks, false);
-    if (part > parts.last()) return;
-    const bool shares = by_shares(part, seams[0], seams[1]);
-    if (threadIdx.x == 0) {
-        const int from = parts.begin(part), to = parts.begin(part + 1);
-        own = !shares ? run_of(work, part, from, to, 0)
-              : rank  ? run_of(work, part, begin, to, seam)
-                      : run_of(work, part, from, parts.middle(part), max(seam, 0));
-        own.kept = !shares || rank == 1;
-    }
-    fence_async_proxy();  // the walk's reads and writes, before copies over them
-    __syncthreads();
-    if (shares) return run<OneShare>(p, b, shared, &own);
-    if (part == 0) return run<First>(p, b, shared, &own);
-    run<Kernel>(p, b, shared, &own);
+    if (walked)
+        prefetch(-kSpeculated, 2 * kSpeculated);
+    else if (threadIdx.x == 0)
+        p.seams[seam_index(p, head.segment, 2 * share.part + rank, head.head)] = kNotWalked;
+    run_share(p, b, shared, share, rank, __shfl_sync(kAllLanes, walked, 0));
 }
 
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, 1)

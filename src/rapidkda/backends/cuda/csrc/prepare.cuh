@@ -239,7 +239,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
         load_v<C>(p, run.head, shared + C::stages + (base + first) * C::kStageBytes, shared + C::full + 8 * (base + first),
                   run.first_token + first * kChunk, rank, false);
     const GateChannels gate = gate_channels(p, run.head, 64 * warp + 4 * (this_lane & 15), C::kBounded);
-    if (w.has_initial && base > 0)  // the consumers will want it when they come here
+    // The consumers will want it when they come here; at the start they do so at once, but for a share's.
+    if (w.has_initial && (base > 0 || (C::kParts && C::kForm == Form::kWhole)))
         prefetch_state(p.initial, w.read_slot * p.initial_stride + static_cast<i64>(run.head) * (128 * 128),
                        p.flags & kInitialFloat, warp_index * 32 + this_lane, C::kGroups * 64);
     take_beta(first + later * kStep, first_turn + later, this_lane);

@@ -136,7 +136,13 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 #pragma unroll
         for (int t = 0; t < 64; t++) state[t] = 0.f;
     }
-    if constexpr (kShare) cluster_arrive();  // the last state may go where the first one was: see below
+    if constexpr (kShare) {
+        for (int i = 0; i < base; i++) {  // chunks of the share that are left out: prefill.cu
+            barrier_wait_together(shared + C::full + 8 * i, 0);
+            if (arrives(lane)) barrier_arrive(shared + C::empty + 8 * i);
+        }
+        cluster_arrive();  // the last state may go where the first one was: see below
+    }
 
     // The next checkpoint, and the chunk of this run that it follows, or -1.
     int checkpoint = 0, checkpoint_chunk = -1;
@@ -356,17 +362,15 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
 
     next_operands(0);
     int i = 0;
-    // The warm-up, then runs of chunks between checkpoints: the inner loop knows nothing of them.
+    // Runs of chunks between checkpoints: the inner loop knows nothing of them.
     while (i < n) {
-        const bool kept = i >= warm_up;
-        const int end = !kept ? min(warm_up, n) : checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
-        front(i, i > 0, !C::kParts || i > warm_up ? kChunk : 0);
-        const int rows = !C::kParts || kept ? kChunk : 0;
+        const int end = checkpoint_chunk >= 0 && checkpoint_chunk < n ? checkpoint_chunk + 1 : n;
+        front(i, i > 0, !kShare || i > warm_up ? kChunk : 0);
         while (true) {
             i++;
             back(i);
             if (i == end) break;
-            front(i, true, rows);
+            front(i, true, !kShare || i > warm_up ? kChunk : 0);
         }
         while (checkpoint_chunk >= 0 && i == checkpoint_chunk + 1) {
             const int slot = p.checkpoint_slot[checkpoint];

@@ -20,18 +20,21 @@
 
 struct Seam {
     static constexpr int group = 4, groups = kChunk / group;  // tokens that a warp prepares; warps a chunk
-    static constexpr int batch = 4, batches = 2;              // chunks that are walked between two barriers; at most
+    static constexpr int batch = 2, batches = 4;              // chunks that are walked between two barriers; at most
     static constexpr int most_warm_up = batch * batches;
-    static constexpr int threads = 32 * groups * batch;
-    static constexpr int prefetched = 8;  // chunks around a seam
+    static constexpr int threads = 32 * groups * batch;  // that walk
     static constexpr float start = 0x1p64f, forgotten = 0x1p-62f;
     static constexpr float least = 0x1p-8f, log2_least = -8.f;  // a chunk, or the walk is given up
-    static constexpr int key_bytes = 4096, tile_bytes = key_bytes + 8192;
+    static constexpr int key_bytes = 4096;
     static constexpr int group_bytes = 9 * 512 + 32;
-    static constexpr int factors = batch * tile_bytes;  // in shared memory, behind the tiles of keys and gates
-    static constexpr int probe = (factors + threads / 32 * group_bytes + 1023) / 1024 * 1024;
-    static constexpr int bytes = probe + 8192;
-    static_assert(threads == 32 * kChunk);
+    // A named barrier of those that walk; of a share's producers, who work beside them, none.
+    static constexpr int barrier = 13;
+};
+// A chunk that is walked, in shared memory: keys, gates, its groups' factors.
+template <bool kGateFloat>
+struct Walk {
+    static constexpr int gates = Seam::key_bytes, factors = gates + (kGateFloat ? 8192 : 4096);
+    static constexpr int chunk_bytes = (factors + Seam::groups * Seam::group_bytes + 1023) / 1024 * 1024;
 };
 
 // log2 decays of this lane's four channels from their logits.
@@ -148,38 +151,81 @@ DEVICE Quad walk_group(Quad y, u32 from, int lane) {
     return next;
 }
 
-// The seam before chunk `begin` of a head, by all threads of a CTA. shared: Seam::bytes, aligned to 1024.
-//
-// No head is walked whose gates, by one chunk in its middle, are too slow for the walk: that chunk is the same for all
-// parts of the head, so that they agree on how it is divided.
+// A chunk's tiles into the L2 cache. One thread.
+DEVICE void prefetch_chunk(const Params& p, const Work& w, int chunk) {
+    const int token = w.first_token + chunk * kChunk;
+    prefetch_tile(&p.q, token, 0, w.head / p.group);
+    prefetch_tile(&p.k, token, 0, w.head / p.group);
+    prefetch_tile(&p.v, token, 0, w.head);
+    prefetch_tile(&p.v, token, 1, w.head);
+    prefetch_tile(&p.g, token, 0, w.head);
+}
+
+// A seam to CTA `rank` of the cluster, where it completes on `bar`.
+DEVICE void tell_seam(u32 to, u32 rank, int seam, u32 bar) {
+    asm volatile(
+        "{.reg .b32 d,b; mapa.shared::cluster.u32 d,%0,%1; mapa.shared::cluster.u32 b,%2,%1; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [d],%3,[b];}" ::"r"(to),
+        "r"(rank), "r"(bar), "r"(seam)
+        : "memory");
+}
+
+// Whether a head is walked: its gates, by one chunk in its middle, are fast enough for it. That chunk is the same for all
+// parts of the head, so that they agree on how it is divided. All threads of a CTA, a token of the chunk a warp. shared: a
+// tile of gates and 8 KB, aligned to 1024.
 template <bool kBounded, bool kGateFloat>
-DEVICE int find_seam(const Params& p, const Work& w, int begin, u32 shared) {
-    __shared__ u64 barriers[Seam::batch + 1];  // the tiles of a chunk landed; the gates of the middle
-    __shared__ int verdict;                    // the seam, or kOpen
-    constexpr int kOpen = -3, kGateBytes = kGateFloat ? 8192 : 4096;
-    const u32 tiles = shared, factors = tiles + Seam::factors, landed = shared_address(barriers);
+DEVICE bool forgets(const Params& p, const Work& w, u32 shared) {
+    __shared__ u64 barrier;
+    constexpr int kGateBytes = kGateFloat ? 8192 : 4096;
+    const u32 landed = shared_address(&barrier), sums = shared + kGateBytes;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, probed = w.chunks / 2;
+    if (!(p.flags & kL2Norm) || w.chunks == 0) return false;
+    if (threadIdx.x == 0) {
+        barrier_init(landed, 1);
+        barrier_init_fence();
+        fence_async_proxy();
+        barrier_expect(landed, kGateBytes);
+        copy_tile(shared, &p.g, w.first_token + probed * kChunk, 0, w.head, landed);
+    }
+    const Gates<kBounded> gates(p, w.head, 4 * lane);
+    __syncthreads();  // the barrier
+    barrier_wait_together(landed, 0);
+    const Quad g = kGateFloat ? load_float_channels(shared, warp, lane) : load_bf16_channels(shared, warp, lane);
+    const float exists = probed * kChunk + warp < w.rows ? 1.f : 0.f;
+    store_shared_quad(sums + warp * 512 + lane * 16,
+                      Quad{exists * gates.log2_decay(g.x, 0), exists * gates.log2_decay(g.y, 1),
+                           exists * gates.log2_decay(g.z, 2), exists * gates.log2_decay(g.w, 3)});
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (int token = 0; token < kChunk; token++)
+        sum += load_shared_float(sums + token * 512 + (threadIdx.x & 127) * 4);
+    fence_async_proxy();  // before copies over what was read
+    return __syncthreads_and(sum < Seam::log2_least);
+}
+
+// The seam before chunk `begin` of a head, by Seam::threads threads. room: of the first chunk of a batch, aligned to 1024,
+// `stride` bytes from one to the next; landed: Seam::batch barriers, one arrival each.
+template <bool kBounded, bool kGateFloat>
+DEVICE int walk(const Params& p, const Work& w, int begin, u32 room, int stride, u32 landed) {
+    __shared__ int verdict;  // the seam, or kOpen
+    constexpr int kOpen = -3;
+    using Place = Walk<kGateFloat>;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int chunk = warp / Seam::groups, group = warp % Seam::groups;
-    if (!(p.flags & kL2Norm) || w.chunks == 0) return kNotWalked;
     // Chunk i before the seam begins at token first_token + (begin - i - 1) kChunk; `most` of them may be walked.
-    const int most = min(begin, Seam::most_warm_up), probed = w.chunks / 2;
+    const int most = min(begin, Seam::most_warm_up);
     auto load_batch = [&](int batch) {
         for (int i = batch * Seam::batch; i < min(most, (batch + 1) * Seam::batch); i++) {
             const int token = w.first_token + (begin - i - 1) * kChunk;
-            const u32 to = tiles + i % Seam::batch * Seam::tile_bytes, bar = landed + 8 * (i % Seam::batch);
-            barrier_expect(bar, Seam::key_bytes + kGateBytes);
+            const u32 to = room + i % Seam::batch * stride, bar = landed + 8 * (i % Seam::batch);
+            barrier_expect(bar, Place::factors);
             copy_tile(to, &p.k, token, 0, w.head / p.group, bar);
-            copy_tile(to + Seam::key_bytes, &p.g, token, 0, w.head, bar);
+            copy_tile(to + Place::gates, &p.g, token, 0, w.head, bar);
         }
     };
-    if (threadIdx.x == 0) {
-        for (int i = 0; i <= Seam::batch; i++) barrier_init(landed + 8 * i, 1);
-        barrier_init_fence();
-        fence_async_proxy();
-        barrier_expect(landed + 8 * Seam::batch, kGateBytes);
-        copy_tile(shared + Seam::probe, &p.g, w.first_token + probed * kChunk, 0, w.head, landed + 8 * Seam::batch);
-        load_batch(0);
-    }
+    if (most == 0) return kRemembers;
+    if (threadIdx.x == 0) load_batch(0);
     // Lane 4 b + t holds the write strength of this warp's token t in batch b.
     const int row = (begin - lane / Seam::group * Seam::batch - chunk - 1) * kChunk + group * Seam::group +
                     lane % Seam::group;
@@ -190,36 +236,6 @@ DEVICE int find_seam(const Params& p, const Work& w, int begin, u32 shared) {
         if (p.flags & kBetaLogits) beta = sigmoid(beta) * p.beta_scale;
     }
     const Gates<kBounded> gates(p, w.head, 4 * lane);
-    __syncthreads();  // the barriers
-
-    // The middle: a token a warp.
-    barrier_wait(landed + 8 * Seam::batch, 0);
-    const Quad g = kGateFloat ? load_float_channels(shared + Seam::probe, warp, lane)
-                              : load_bf16_channels(shared + Seam::probe, warp, lane);
-    const float exists = probed * kChunk + warp < w.rows ? 1.f : 0.f;
-    store_shared_quad(factors + warp * 512 + lane * 16,
-                      Quad{exists * gates.log2_decay(g.x, 0), exists * gates.log2_decay(g.y, 1),
-                           exists * gates.log2_decay(g.z, 2), exists * gates.log2_decay(g.w, 3)});
-    __syncthreads();
-    float sum = 0.f;
-#pragma unroll
-    for (int token = 0; token < kChunk; token++)
-        sum += load_shared_float(factors + token * 512 + (threadIdx.x & 127) * 4);
-    if (chunk < min(most, Seam::batch)) barrier_wait(landed + 8 * chunk, 0);  // no copy is on its way at the end
-    if (!__syncthreads_and(sum < Seam::log2_least)) return kNotWalked;
-    // Beside the walk: what will most likely be read after it.
-    if (threadIdx.x >= 32 && threadIdx.x < 32 + Seam::prefetched) {
-        const int i = begin - Seam::prefetched / 2 + static_cast<int>(threadIdx.x) - 32;
-        if (i >= 0 && i < w.chunks) {
-            const int token = w.first_token + i * kChunk;
-            prefetch_tile(&p.q, token, 0, w.head / p.group);
-            prefetch_tile(&p.k, token, 0, w.head / p.group);
-            prefetch_tile(&p.v, token, 0, w.head);
-            prefetch_tile(&p.v, token, 1, w.head);
-            prefetch_tile(&p.g, token, 0, w.head);
-        }
-    }
-    if (most == 0) return kRemembers;
 
     Quad y{Seam::start, Seam::start, Seam::start, Seam::start};
     float limit = Seam::start;
@@ -227,34 +243,35 @@ DEVICE int find_seam(const Params& p, const Work& w, int begin, u32 shared) {
     for (int batch = 0; seam == kOpen; batch++) {
         const int i = batch * Seam::batch + chunk;
         if (i < most) {
-            barrier_wait(landed + 8 * chunk, batch & 1);
-            const u32 keys = tiles + chunk * Seam::tile_bytes;
-            prepare_group<kGateFloat>(factors + warp * Seam::group_bytes, keys, keys + Seam::key_bytes, gates, lane,
-                                      group * Seam::group,
+            barrier_wait_together(landed + 8 * chunk, batch & 1);
+            const u32 own = room + chunk * stride;
+            prepare_group<kGateFloat>(own + Place::factors + group * Seam::group_bytes, own, own + Place::gates, gates,
+                                      lane, group * Seam::group,
                                       __shfl_sync(kAllLanes, beta, batch * Seam::group + lane % Seam::group),
                                       w.rows - (begin - i - 1) * kChunk);
         }
-        __syncthreads();
+        named_barrier(Seam::barrier, Seam::threads);
         if (warp == 0) {
+            if (lane == 0) load_batch(batch + 1);
             auto all_below = [&](float x) { return __all_sync(kAllLanes, y.x < x && y.y < x && y.z < x && y.w < x); };
             for (int c = 0; c < Seam::batch && seam == kOpen; c++) {
                 const int walked = batch * Seam::batch + c + 1;
 #pragma unroll
                 for (int g = Seam::groups - 1; g >= 0; g--)
-                    y = walk_group(y, factors + (c * Seam::groups + g) * Seam::group_bytes, lane);
+                    y = walk_group(y, room + c * stride + Place::factors + g * Seam::group_bytes, lane);
                 limit *= Seam::least;
                 if (all_below(Seam::forgotten))
                     seam = walked;
                 else if (walked == most || !all_below(limit))
                     seam = kRemembers;
             }
-            if (lane == 0) {
-                verdict = seam;
-                if (seam == kOpen) load_batch(batch + 1);  // and no copy is on its way when the walk ends
-            }
+            if (lane == 0) verdict = seam;
         }
-        __syncthreads();
-        seam = verdict;
+        fence_async_proxy();  // reads and writes of all, before copies over them
+        named_barrier(Seam::barrier, Seam::threads);
+        seam = __shfl_sync(kAllLanes, verdict, 0);
+        // No copy is on its way at the end.
+        if (seam != kOpen && i + Seam::batch < most) barrier_wait_together(landed + 8 * chunk, batch + 1 & 1);
     }
     return seam;
 }
