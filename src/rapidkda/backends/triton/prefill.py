@@ -20,6 +20,7 @@ from .tiles import tiles_kernel
 WHOLE, TRANSITIONS, RESUME = 0, 1, 2  # as in scan.py
 COMPOSE_ROWS = 16
 TABLE_BLOCK = 128
+GLUON_REGISTERS = 128  # of a thread of the preparation: for as many programs as its shared memory allows
 VIEWS = (torch.int32, torch.bfloat16, torch.float32)  # the workspace: table, and records in two dtypes
 
 
@@ -34,6 +35,13 @@ def sm90_scan() -> launch.Launcher:
     from .scan_sm90 import scan_kernel
 
     return launch.Launcher(scan_kernel)
+
+
+@functools.cache
+def sm90_prepare() -> launch.Launcher:
+    from .prepare_sm90 import prepare_kernel
+
+    return launch.Launcher(prepare_kernel)
 
 
 def prefill(call: PrefillCall) -> None:
@@ -73,30 +81,7 @@ class Prepared:
             num_warps=4,
             views=VIEWS[:1],
         )
-        self._prepare = _prepare.bind(
-            device,
-            plan.tile_grid(tiles, heads),
-            (
-                plan.tile_table(segments.count, self.cut.parts),
-                tiles,
-                self.starts[0],
-                *launch.scalars(tokens),
-            ),
-            launch.strides(tokens, values=False),
-            (
-                *launch.constants(tokens)[:-1],
-                heads // tokens.heads,
-                choice.slice,
-                self.record_units,
-                precise,
-                choice.precision,
-                choice.overlap,
-            ),
-            num_warps=choice.prepare_warps,
-            views=(*[None] * len(launch.inputs(tokens, values=False)), torch.int64, *VIEWS[1:]),
-            registers=choice.prepare_registers,
-            overlap=choice.overlap,
-        )
+        self._tiles_of = plan.tile_grid(tiles, heads), plan.tile_table(segments.count, self.cut.parts), tiles
         self._compose = _compose.bind(
             device,
             (value_dim // COMPOSE_ROWS, heads, segments.count),
@@ -115,8 +100,11 @@ class Prepared:
             overlap=choice.overlap,
             views=(VIEWS[0], VIEWS[2]),
         )
-        # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and address
+        # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and addresses
         self._wide_values = all(stride % 16 == 0 for stride in tokens.v.stride()[:2])
+        keys = tokens.q, tokens.k, tokens.g
+        self._wide_keys = all(stride % 16 == 0 for x in keys for stride in x.stride()[:2])
+        self._prepares: dict[bool, launch.Launch] = {}  # by language, as they are needed
         self._scans: dict[tuple[int, bool], launch.Launch] = {}  # by pass and language, as they are needed
 
     def run(self, call: PrefillCall) -> None:
@@ -125,7 +113,7 @@ class Prepared:
         workspace = _workspace(call, self.scratch_bytes)
         self._tiles((workspace,), (segments.first_token, segments.length))
         if tokens.count > 0:
-            self._prepare((*launch.inputs(tokens, values=False), *[workspace] * 3), ())
+            self._prepare(call)((*launch.inputs(tokens, values=False), *[workspace] * 3), ())
         run, other = self._run_whole, self._run_parts
         if self.cut.parts:
             run, other = other, run
@@ -150,6 +138,39 @@ class Prepared:
             (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
             _tables(call, exported),
             compile_only,
+        )
+
+    def _prepare(self, call: PrefillCall) -> launch.Launch:
+        tokens = call.tokens
+        gluon = self.choice.gluon and self._wide_keys and tokens.g.dtype == tokens.q.dtype
+        gluon = gluon and (tokens.q.data_ptr() | tokens.k.data_ptr() | tokens.g.data_ptr()) % 16 == 0
+        bound = self._prepares.get(gluon)
+        if bound is None:
+            bound = self._prepares[gluon] = self._bind_prepare(call, gluon)
+        return bound
+
+    def _bind_prepare(self, call: PrefillCall, gluon: bool) -> launch.Launch:
+        tokens, choice = call.tokens, self.choice
+        grid, table, tiles = self._tiles_of
+        kernel = sm90_prepare() if gluon else _prepare
+        return kernel.bind(
+            tokens.q.device,
+            grid,
+            (table, tiles, self.starts[0], *launch.scalars(tokens)),
+            launch.strides(tokens, values=False),
+            (
+                *launch.constants(tokens)[:-1],
+                tokens.value_heads // tokens.heads,
+                choice.slice,
+                self.record_units,
+                tokens.q.dtype == torch.float32,
+                choice.precision,
+                choice.overlap,
+            ),
+            num_warps=choice.prepare_warps,
+            views=(*[None] * len(launch.inputs(tokens, values=False)), torch.int64, *VIEWS[1:]),
+            registers=GLUON_REGISTERS if gluon else choice.prepare_registers,
+            overlap=choice.overlap,
         )
 
     def _scan(self, call: PrefillCall, passes: int) -> launch.Launch:
