@@ -100,6 +100,20 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
     assert {id(kernel) for kernel in kernels} == warm
 
 
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_whole_rows_are_copied_where_strides_allow(gate: str) -> None:
+    """On compute capability 9.0; 16 programs of the preparation share a multiprocessor."""
+    wide = calls.prefill([40], gate=gate)
+    apart = torch.zeros(40, 16, 136, dtype=torch.bfloat16)[..., :128]
+    with compiling("sm_90") as kernels:
+        BACKEND.prefill(wide)
+        BACKEND.prefill(replace(wide, tokens=replace(wide.tokens, k=apart)))
+    copied, loaded = [kernel for kernel in kernels if kernel.metadata.name == "prepare_kernel"]
+    assert "cp.async" in copied.asm["ptx"]
+    assert "cp.async" not in loaded.asm["ptx"]
+    assert 16 * (copied.metadata.shared + 1024) <= 228 << 10
+
+
 def test_launches_a_call() -> None:
     """At most three, five where sequences are cut."""
     with compiling("sm_90") as kernels:

@@ -30,6 +30,7 @@ LAUNCHERS = [
         for x in vars(module).values()
         if isinstance(x, launch.Launcher)
     ),
+    prefill.sm90_prepare(),
     prefill.sm90_scan(),
 ]
 SIZES = {"i32": "<i", "i64": "<q", "fp32": "<f"}
