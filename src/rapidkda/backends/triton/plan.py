@@ -3,7 +3,7 @@
 A segment is cut into tiles of C = 16 tokens. A tile and a value head have one record, written by the preparation and
 read by the scan:
 
-    qd [C, K] | kd [C, K] | kr - kd [C, K] | T [C, C] | T's low part [C, C] | aq [C, C] | aq's low part [C, C] |
+    qd [C, K] | kd [C, K] | kr - kd [C, K] | P [C, C] | T [C, C] | P's low part [C, C] | T's low part [C, C] |
     decay [K] | n [C] | q_scale [C]
 
 (the matrices in bfloat16, the vectors in float32; for float32 inputs all in float32, without low parts, and with kr in

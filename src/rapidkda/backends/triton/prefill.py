@@ -222,6 +222,7 @@ class Prepared:
                 choice.overlap,
             ),
             num_warps=choice.scan_warps,
+            registers=choice.scan_registers if gluon else None,
             overlap=choice.overlap,
             views=VIEWS,
         )

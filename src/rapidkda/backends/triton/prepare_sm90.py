@@ -127,13 +127,13 @@ def _store_rows(p_record, stage, K: gl.constexpr):
 
 @gluon.jit
 def _store_pairs(p_pairs, x):
-    """Write both parts of a matrix [C, C]."""
+    """Write both parts of a matrix [C, C], the low one past the high parts of P and T."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0])
     row = gl.arange(0, C, gl.SliceLayout(1, WIDE))[:, None]
     column = gl.arange(0, C, gl.SliceLayout(0, WIDE))[None, :]
     high, low = high_low(x)
     gl.store(p_pairs + (row * C + column), gl.convert_layout(high, WIDE))
-    gl.store(p_pairs + C * C + (row * C + column), gl.convert_layout(low, WIDE))
+    gl.store(p_pairs + 2 * C * C + (row * C + column), gl.convert_layout(low, WIDE))
 
 
 @gluon.jit
@@ -319,5 +319,5 @@ def prepare_kernel(
     column = gl.arange(0, C, COLUMN)[None, :]
     lower = gl.where(lane[:, None] > column, kk * b_key[:, None], 0.0)
     t = _invert(lower) * gl.convert_layout(b_value, COLUMN)[None, :]
-    _store_pairs(p_record + PAIRS, t)
-    _store_pairs(p_record + PAIRS + 2 * C * C, gl.where(lane[:, None] >= column, qk, 0.0))
+    _store_pairs(p_record + PAIRS, _exact_product(gl.where(lane[:, None] >= column, qk, 0.0), t))
+    _store_pairs(p_record + PAIRS + C * C, t)

@@ -3,12 +3,12 @@
 A program owns VB value rows of one head of one segment (or part of a segment) and keeps their state S [VB, K] in
 float32 registers, V as the rows of every product:
 
-    U = (v - n (S kd)) T        O = q_scale (S qd + U aq)        S <- decay S + U kr
+    R = v - n (S kd)        U = R T        O = q_scale (S qd + R P)        S <- decay S + U kr
 
-In half precision, what T multiplies, T itself, U and aq enter as two bfloat16 parts each: entries cancel where keys are
-nearly equal, and the rounding of U adds up in the state. kr is read as kd plus the rest: what is left to round is as
-small as the decay within a tile, so that where nothing decays nothing adds up over thousands of tiles. Operands that
-share a factor lie side by side in one product (kd and qd; both parts), so that the chain has few products to wait for.
+In half precision, R, T, P and U enter as two bfloat16 parts each: entries cancel where keys are nearly equal, and the
+rounding of U adds up in the state. kr is read as kd plus the rest: what is left to round is as small as the decay
+within a tile, so that where nothing decays nothing adds up over thousands of tiles. Operands that share a factor lie
+side by side in one product (kd and qd; P and T; both parts), so that the chain has few products to wait for.
 
 Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
 side by side: first each part's own contribution (rows of V, from a zero state) and its effect on the state it starts
@@ -60,9 +60,11 @@ def advance(
     channels = tl.arange(0, K)
     from_state_offset = (2 * C - FROM_STATE + tl.arange(0, FROM_STATE))[None, :] * K + channels[:, None]
     into_state_offset = (2 * C + lanes if PRECISE else C + twice)[:, None] * K + channels[None, :]
-    pair_offset = PAIRS + lanes[None, :] * C + lanes[:, None]  # transposed
-    # Both parts of a pair matrix, each twice: [high, high, low, low], for an operand [high, low, high, low]
-    parts_offset = PAIRS + lanes[None, :] * C + (parts % C + parts // (2 * C) * (C * C))[:, None]
+    # P above T, transposed, without P where there are no outputs
+    pair_rows = (2 * C - FROM_STATE + tl.arange(0, FROM_STATE))[None, :] * C
+    pair_offset = PAIRS + pair_rows + lanes[:, None]
+    # The same of both parts, each twice: [high, high, low, low], for an operand [high, low, high, low]
+    parts_offset = PAIRS + pair_rows + (parts % C + parts // (2 * C) * (2 * C * C))[:, None]
     step = (records * 0 + heads) * RECORD  # 64-bit
     square = tl.arange(0, VB)
     identity = tl.where(square[:, None] == square[None, :], 1.0, 0.0)
@@ -93,15 +95,9 @@ def advance(
             high, low = high_low(u)
             u = _side_by_side(high, low, VB, C)
             u = dot(_side_by_side(u, u, VB, 2 * C), tl.load(p_record + parts_offset))
-            high, low = high_low(u)
         if PASS != TRANSITIONS:
-            if PRECISE:
-                out += dot_fp32(u, tl.load(p_record + C * C + pair_offset), PRECISION)
-            else:
-                u = _side_by_side(high, low, VB, C)
-                u = _side_by_side(u, u, VB, 2 * C)
-                out += dot(u, tl.load(p_record + 2 * C * C + parts_offset))
-            out = tl.where(real, out * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
+            inner, u = _halves(u, VB, C)
+            out = tl.where(real, (out + inner) * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
             tl.store(
                 p_out + token.to(tl.int64)[None, :] * o_t + rows[:, None],
                 narrow(out, p_out.dtype.element_ty),
@@ -111,6 +107,7 @@ def advance(
         if PRECISE:
             state += dot_fp32(u, into_state, PRECISION)
         else:
+            high, low = high_low(u)
             state = add_dot(state, _side_by_side(low, low, VB, C), into_state)
             state = add_dot(state, _side_by_side(high, high, VB, C), into_state)
     return state
