@@ -160,8 +160,8 @@ class Prepared:
         grid = (self.blocks[0], heads, segments.count if passes == WHOLE else max(self.cut.later, 1))
         early = 0
         if passes == FIRST:
-            # First parts start as the last programs that find a multiprocessor to themselves: those that come after
-            # them share one with others of middle parts, which are shorter.
+            # First parts start as the last programs that find a multiprocessor to themselves; what comes after them
+            # shares one with other programs of middle parts, whose tiles take less time.
             starting, middle = heads * segments.count * self.blocks[0], heads * self.cut.middle * sum(self.blocks)
             early = min(max(self.units - starting, 0), middle)
             grid = (starting + middle, 1, 1)

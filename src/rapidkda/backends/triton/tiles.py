@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import launch
 from .blocks import trips
 
-FIRST_EIGHTHS = tl.constexpr(8)
+FIRST_EIGHTHS = tl.constexpr(8)  # length of a first part, in eighths of the others
 
 
 @triton.jit
@@ -35,8 +35,7 @@ def part_count(tiles, part_tiles):
 
 @triton.jit
 def part_start(tiles, index, parts):
-    """First tile of a part; where parts end, of the part past the last. The first part is FIRST_EIGHTHS / 8 as long as
-    the others."""
+    """First tile of a part; where parts end, of the part past the last."""
     eighths = tl.maximum(FIRST_EIGHTHS + 8 * (index - 1), 0).to(tl.int64)
     return (tiles * eighths // (FIRST_EIGHTHS + 8 * (parts - 1))).to(tl.int32)
 
