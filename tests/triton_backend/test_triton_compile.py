@@ -18,7 +18,7 @@ from triton_targets import TARGETS, compiling
 from rapidkda.backends.triton import TritonBackend, launch, plan
 
 BACKEND = TritonBackend()
-CUT = plan.Cut(3, 2)
+CUT = plan.Cut(3, 2, later=2, middle=1)
 
 
 def launch_everything() -> None:

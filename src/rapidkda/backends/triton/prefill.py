@@ -17,7 +17,7 @@ from .prepare import prepare_kernel
 from .scan import scan_kernel
 from .tiles import tiles_kernel
 
-WHOLE, TRANSITIONS, RESUME = 0, 1, 2  # as in scan.py
+WHOLE, FIRST, SECOND = 0, 1, 2  # as in scan.py
 COMPOSE_ROWS = 16
 TABLE_BLOCK = 128
 GLUON_REGISTERS = 128  # of a thread of the preparation: for as many programs as its shared memory allows
@@ -62,6 +62,7 @@ class Prepared:
         device, heads, key_dim, value_dim = tokens.q.device, tokens.value_heads, tokens.key_dim, tokens.value_dim
         precise = tokens.q.dtype == torch.float32
         where = config.machine(device)
+        self.units = where.units
         self.choice = choice = config.choose(where, key_dim, value_dim, precise, tokens.gate.kind == "bounded")
         self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
         costs = plan.SM90 if choice.gluon else plan.PORTABLE
@@ -75,13 +76,13 @@ class Prepared:
         self._tiles = _tiles.bind(
             device,
             (segments.count + 1, 1, 1),
-            (segments.count, tiles, self.cut.parts, self.cut.part_tiles),
+            (segments.count, tiles, self.cut.later, self.cut.part_tiles),
             (segments.first_token.stride(0), segments.length.stride(0)),
             (plan.CHUNK, TABLE_BLOCK, choice.overlap),
             num_warps=4,
             views=VIEWS[:1],
         )
-        self._tiles_of = plan.tile_grid(tiles, heads), plan.tile_table(segments.count, self.cut.parts), tiles
+        self._tiles_of = plan.tile_grid(tiles, heads), plan.tile_table(segments.count, self.cut.later), tiles
         self._compose = _compose.bind(
             device,
             (value_dim // COMPOSE_ROWS, heads, segments.count),
@@ -121,24 +122,12 @@ class Prepared:
             other(call, workspace, compile_only=True)  # compile then
 
     def _run_whole(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
-        exported = _exported(call)
-        return self._scan(call, WHOLE)(
-            (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
-            _tables(call, exported),
-            compile_only,
-        )
+        return self._scan(call, WHOLE, workspace, compile_only)
 
     def _run_parts(self, call: PrefillCall, workspace: Tensor, compile_only: bool = False) -> bool:
-        exported = _exported(call)
-        self._scan(call, TRANSITIONS)(
-            (*[workspace] * 3, call.tokens.v, call.out, call.initial, None, None), _tables(call, None), compile_only
-        )
+        self._scan(call, FIRST, workspace, compile_only)
         self._compose((workspace, workspace), (), compile_only)
-        return self._scan(call, RESUME)(
-            (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
-            _tables(call, exported),
-            compile_only,
-        )
+        return self._scan(call, SECOND, workspace, compile_only)
 
     def _prepare(self, call: PrefillCall) -> launch.Launch:
         tokens = call.tokens
@@ -173,26 +162,39 @@ class Prepared:
             overlap=choice.overlap,
         )
 
-    def _scan(self, call: PrefillCall, passes: int) -> launch.Launch:
+    def _scan(self, call: PrefillCall, passes: int, workspace: Tensor, compile_only: bool) -> bool:
         gluon = self.choice.gluon and self._wide_values and call.tokens.v.data_ptr() % 16 == 0
         bound = self._scans.get((passes, gluon))
         if bound is None:
             bound = self._scans[passes, gluon] = self._bind_scan(call, passes, gluon)
-        return bound
+        exported = _exported(call)
+        return bound(
+            (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported),
+            _tables(call, exported),
+            compile_only,
+        )
 
     def _bind_scan(self, call: PrefillCall, passes: int, gluon: bool) -> launch.Launch:
         tokens, segments, choice = call.tokens, call.segments, self.choice
-        exported = None if passes == TRANSITIONS else _exported(call)
-        row_blocks = sum(self.blocks) if passes == TRANSITIONS else self.blocks[0]
-        count = segments.count if passes == WHOLE else max(self.cut.parts, 1)
+        exported = _exported(call)
+        heads = tokens.value_heads
+        grid = (self.blocks[0], heads, segments.count if passes == WHOLE else max(self.cut.later, 1))
+        early = 0
+        if passes == FIRST:
+            # First parts start as the last programs that find a multiprocessor to themselves; what comes after them
+            # shares one with other programs of middle parts, whose tiles take less time.
+            starting, middle = heads * segments.count * self.blocks[0], heads * self.cut.middle * sum(self.blocks)
+            early = min(max(self.units - starting, 0), middle)
+            grid = (starting + middle, 1, 1)
         kernel = sm90_scan() if gluon else _scan
         return kernel.bind(
             tokens.q.device,
-            (row_blocks, tokens.value_heads, count),
+            grid,
             (
                 segments.count,
                 *self.starts,
-                tokens.value_heads,
+                heads,
+                early,
                 launch.rows(call.initial),
                 launch.rows(call.final),
                 launch.rows(exported),

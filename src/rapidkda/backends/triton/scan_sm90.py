@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import scan as portable
-from .scan import TRANSITIONS
 
 
 @gluon.jit
@@ -71,20 +70,24 @@ def placed(state, K: gl.constexpr):
 @gluon.jit
 def _fetch(
     near, fine, pairs, vectors, values, p_record, p_v, v_t, wanted, count, has_values,
-    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, WARPS: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, OUTPUTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a tile's record and the values of its `count` tokens into a stage, if it is wanted."""
+    """Start copying a tile's record and the values of its `count` tokens into a stage, if it is wanted; without what
+    only outputs need, qd and P, if there are none."""
+    SIDES: gl.constexpr = 2 if OUTPUTS else 1
     BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
     BY_PAIR: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // C, C // 8], [WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     if wanted:
-        rows = gl.arange(0, 2 * C, gl.SliceLayout(1, BY_ROW))[:, None]
+        rows = gl.arange(0, SIDES * C, gl.SliceLayout(1, BY_ROW))[:, None]
         half = gl.arange(0, C, gl.SliceLayout(1, BY_ROW))[:, None]
         columns = gl.arange(0, K, gl.SliceLayout(0, BY_ROW))[None, :]
-        async_copy.async_copy_global_to_shared(near, p_record + (rows * K + columns))
+        async_copy.async_copy_global_to_shared(near, p_record + (2 - SIDES) * C * K + (rows * K + columns))
         async_copy.async_copy_global_to_shared(fine, p_record + 2 * C * K + (half * K + columns))
-        pair_rows = gl.arange(0, 4 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
+        pair_rows = gl.arange(0, SIDES * 2 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
+        if not OUTPUTS:
+            pair_rows += C + pair_rows // C * C  # T and its low part alone
         pair_offsets = pair_rows * C + gl.arange(0, C, gl.SliceLayout(0, BY_PAIR))[None, :]
         async_copy.async_copy_global_to_shared(pairs, p_record + 3 * C * K + pair_offsets)
         p_vectors = (p_record + (3 * C * K + 4 * C * C)).to(gl.pointer_type(gl.float32), bitcast=True)
@@ -102,12 +105,12 @@ def _fetch(
 def advance(
     state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
     K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, RECORD: gl.constexpr,
-    PASS: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUTS: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `scan.advance`, for half-precision inputs."""
     WARPS: gl.constexpr = gl.num_warps()
-    OUTPUTS: gl.constexpr = PASS != TRANSITIONS
-    FROM: gl.constexpr = 2 * C if OUTPUTS else C
+    SIDES: gl.constexpr = 2 if OUTPUTS else 1
+    FROM: gl.constexpr = SIDES * C
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     KNOWN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FROM, 16])
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -117,13 +120,13 @@ def advance(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VALUE: gl.constexpr = p_v.dtype.element_ty
     RESULT: gl.constexpr = p_out.dtype.element_ty
-    NEAR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, K], gl.bfloat16)
-    PAIR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([4 * C, C], gl.bfloat16)
+    NEAR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([FROM, K], gl.bfloat16)
+    PAIR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDES * 2 * C, C], gl.bfloat16)
     TOKEN_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, VB], gl.bfloat16)
 
-    near = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], NEAR_SHARED)
+    near = gl.allocate_shared_memory(gl.bfloat16, [STAGES, FROM, K], NEAR_SHARED)
     fine = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], NEAR_SHARED)
-    pairs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * C, C], PAIR_SHARED)
+    pairs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SIDES * 2 * C, C], PAIR_SHARED)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * K], PLAIN)  # decay [K] | n [C] | q_scale [C]
     values = gl.allocate_shared_memory(VALUE, [STAGES, C, VB], TOKEN_SHARED)
 
@@ -140,7 +143,7 @@ def advance(
     for s in gl.static_range(STAGES - 1):
         _fetch(
             near.index(s), fine.index(s), pairs.index(s), vectors.index(s), values.index(s), p_record,
-            p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, WARPS,
+            p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, OUTPUTS, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step
@@ -154,9 +157,8 @@ def advance(
         now_near = near.index(stage)
         now_pairs = pairs.index(stage)
         operand = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
-        start = now_near if OUTPUTS else now_near.slice(C, C, 0)
         known = warpgroup_mma(
-            operand, start.permute((1, 0)), gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True
+            operand, now_near.permute((1, 0)), gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True
         )
         v = values.index(stage).permute((1, 0)).load(TILE).to(gl.float32)
         n = vectors.index(stage).slice(K, C).load(gl.SliceLayout(0, TILE))
@@ -165,8 +167,8 @@ def advance(
         if OUTPUTS:
             out, known = _halves(known, VB, C, TILE)
         high, low = _parts(v - gl.convert_layout(known, TILE) * n[None, :], OPERAND)
-        pair_high = now_pairs.slice(2 * C - FROM, FROM, 0).permute((1, 0))
-        pair_low = now_pairs.slice(4 * C - FROM, FROM, 0).permute((1, 0))
+        pair_high = now_pairs.slice(0, FROM, 0).permute((1, 0))
+        pair_low = now_pairs.slice(FROM, FROM, 0).permute((1, 0))
         u = warpgroup_mma(high, pair_high, gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True)
         u = warpgroup_mma(low, pair_high, u, is_async=True)
         u = warpgroup_mma(high, pair_low, u, is_async=True)
@@ -174,7 +176,7 @@ def advance(
         if OUTPUTS:
             inner, u = _halves(u, VB, C, TILE)
         high, low = _parts(gl.convert_layout(u, TILE), UPDATE)
-        keys = now_near.slice(C, C, 0)
+        keys = now_near.slice(FROM - C, C, 0)
         rest = fine.index(stage)
         state = warpgroup_mma(high, keys, state, is_async=True)
         state = warpgroup_mma(low, keys, state, is_async=True)
@@ -188,7 +190,7 @@ def advance(
         gl.thread_barrier()  # none reads tile i - 1 any more
         _fetch(
             near.index(free), fine.index(free), pairs.index(free), vectors.index(free), values.index(free), p_record,
-            p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, WARPS,
+            p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, OUTPUTS, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step
