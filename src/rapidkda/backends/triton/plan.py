@@ -27,7 +27,8 @@ CHUNK = 16  # tokens of a tile; states can be exported after any of them
 MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bounds the scratch for their states
 MIN_PART_TILES = 4
 MAX_GRID = 65535  # programs along the second and third axis of a grid
-CUTS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of parts of the longest segment that are considered
+CUTS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 20, 25, 33)  # numbers of parts of the longest segment that are considered
+FIRST_EIGHTHS = 10  # length of a first part, in eighths of the others: beside it run programs whose tiles take longer
 
 
 def _align(size: int) -> int:
@@ -112,13 +113,13 @@ class Costs:
     """Cost model of the scan, microseconds. Fitted on an H200."""
 
     together: tuple[float, ...]  # a tile of each where 1, 2, ... programs share a multiprocessor; more take turns
-    transitions: tuple[float, ...]  # the same in the pass over transitions, which has no outputs
+    transitions: tuple[float, ...]  # the same without outputs
     launch: float
     compose: float  # latency of one link of the chain of parts
 
 
 PORTABLE = Costs(together=(0.81, 1.27), transitions=(0.67, 1.05), launch=6.0, compose=4.2)
-SM90 = Costs(together=(0.65, 1.2, 1.58), transitions=(0.61, 0.76, 0.97), launch=4.9, compose=2.9)
+SM90 = Costs(together=(0.631, 1.0, 1.331), transitions=(0.465, 0.835, 0.98), launch=6.9, compose=1.9)
 
 
 def cut(
@@ -169,19 +170,21 @@ def predicted(
     tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs
 ) -> float:
     """Microseconds of both passes and of what links them, over segments that are cut into `parts`."""
-    lengths = tiles / parts
+    ratio = FIRST_EIGHTHS / 8
+    lengths = tiles / (parts - 1 + ratio)
     first = np.full(len(tiles), value_heads * blocks[0])
     middle = value_heads * np.maximum(parts - 2, 0) * sum(blocks)
     starting, others = int(first.sum()), int(middle.sum())
     if starting + others <= 2 * units - starting:  # no first part shares its multiprocessor
         ahead = max(
-            _pass(lengths, first, units, costs.launch, costs.together),
+            _pass(lengths * ratio, first, units, costs.launch, costs.together),
             _pass(lengths, middle, units - starting, costs.launch, costs.transitions),
         )
     else:
         share = starting / (starting + others)
-        mixed = tuple(share * a + (1 - share) * b for a, b in zip(costs.together, costs.transitions))
-        ahead = _pass(lengths, first + middle, units, costs.launch, mixed)
+        mixed = tuple(share * a + (1 - share) * b for a, b in zip(costs.together, costs.transitions, strict=True))
+        both = np.concatenate([lengths * ratio, lengths]), np.concatenate([first, middle])
+        ahead = _pass(*both, units, costs.launch, mixed)
     behind = _pass(lengths, value_heads * (parts - 1) * blocks[0], units, costs.launch, costs.together)
     return ahead + behind + costs.launch + costs.compose * float(parts.max() - 2)
 

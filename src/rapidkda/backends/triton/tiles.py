@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from . import launch
+from . import launch, plan
 from .blocks import trips
 
-FIRST_EIGHTHS = tl.constexpr(10)  # length of a first part, in eighths of the others
+FIRST_EIGHTHS = tl.constexpr(plan.FIRST_EIGHTHS)
 
 
 @triton.jit
