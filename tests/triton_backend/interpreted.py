@@ -76,7 +76,7 @@ def test_float32_in_the_other_state_layout(regime: str) -> None:
 @pytest.mark.parametrize(("regime", "dtype"), [("slow", torch.bfloat16), ("unbounded", torch.float32)])
 def test_parts_side_by_side_are_exact(regime: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of five parts, of one, of an empty one and of three, with gates that forget nothing."""
-    monkeypatch.setattr(plan, "cut", lambda *call: plan.Cut(10, 1))
+    monkeypatch.setattr(plan, "cut", lambda *call: plan.Cut(10, 1, later=6, middle=4))
     inputs = make_inputs(Shape("ragged", (70, 1, 0, 33), 1, 1, 64, 64), regime, dtype=dtype, gaps=True)
     check(inputs, tolerances.bar(regime, dtype))
 
@@ -136,7 +136,10 @@ def test_later_tokens_change_no_earlier_bit(kind: str) -> None:
     assert not torch.equal(before[9:], after[9:])
 
 
-def test_exported_states() -> None:
+@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(7, 1, later=4, middle=2)], ids=["whole", "parts"])
+def test_exported_states(cut: plan.Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from first, middle and last parts, where sequences are cut into four, one and two."""
+    monkeypatch.setattr(plan, "cut", lambda *call: cut)
     inputs = make_inputs(Shape("ragged", (50, 16, 20), 1, 1, 64, 64), "slow")
     table = [(0, 16, 3), (0, 48, 0), (1, 16, 1), (2, 16, 4), (2, 16, 2)]
     exported = torch.full((6, 1, 64, 64), CANARY)

@@ -18,7 +18,7 @@ from triton_targets import TARGETS, compiling
 from rapidkda.backends.triton import TritonBackend, launch, plan
 
 BACKEND = TritonBackend()
-CUT = plan.Cut(3, 2)
+CUT = plan.Cut(3, 2, later=2, middle=1)
 
 
 def launch_everything() -> None:
@@ -98,6 +98,20 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
             BACKEND.verify(calls.verify(batch, replay=True, most=4))
         BACKEND.conv(calls.conv([17, 64, 5]))
     assert {id(kernel) for kernel in kernels} == warm
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_whole_rows_are_copied_where_strides_allow(gate: str) -> None:
+    """On compute capability 9.0; 16 programs of the preparation share a multiprocessor."""
+    wide = calls.prefill([40], gate=gate)
+    apart = torch.zeros(40, 16, 136, dtype=torch.bfloat16)[..., :128]
+    with compiling("sm_90") as kernels:
+        BACKEND.prefill(wide)
+        BACKEND.prefill(replace(wide, tokens=replace(wide.tokens, k=apart)))
+    copied, loaded = [kernel for kernel in kernels if kernel.metadata.name == "prepare_kernel"]
+    assert "cp.async" in copied.asm["ptx"]
+    assert "cp.async" not in loaded.asm["ptx"]
+    assert 16 * (copied.metadata.shared + 1024) <= 228 << 10
 
 
 def test_launches_a_call() -> None:

@@ -30,6 +30,7 @@ LAUNCHERS = [
         for x in vars(module).values()
         if isinstance(x, launch.Launcher)
     ),
+    prefill.sm90_prepare(),
     prefill.sm90_scan(),
 ]
 SIZES = {"i32": "<i", "i64": "<q", "fp32": "<f"}
@@ -162,7 +163,7 @@ def run(name: str, call: Any) -> None:
     getattr(BACKEND, name.split()[0])(call)
 
 
-@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 2)], ids=["whole", "parts"])
+@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 2, later=2, middle=1)], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", CALLS)
 def test_known_launches_are_those_of_triton(
     name: str, cut: plan.Cut, machine: Machine, monkeypatch: pytest.MonkeyPatch

@@ -205,11 +205,17 @@ def gate_bias(p_dt_bias, head, channels, K: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def log_decay(x, bias, p_a_log, lower_bound, head, GATE: tl.constexpr, UNIT: tl.constexpr):
     """UNIT times the log decay of gate inputs x [..., K] (float32); `bias` is `gate_bias`, shaped to broadcast."""
-    if GATE == LOG_DECAY:
-        return x * UNIT
     size = 1.0
     if p_a_log is not None:
         size = amplitude(p_a_log, head)
+    return gate_decay(x, bias, size, lower_bound, GATE, UNIT)
+
+
+@triton.jit
+def gate_decay(x, bias, size, lower_bound, GATE: tl.constexpr, UNIT: tl.constexpr):
+    """`log_decay` of a gate whose `amplitude` is known."""
+    if GATE == LOG_DECAY:
+        return x * UNIT
     if GATE == BOUNDED:
         return divide(lower_bound * UNIT, 1.0 + exp2((x + bias) * tl.maximum(-LOG2_E * size, -FLT_MAX)))
     return softplus(x + bias) * tl.maximum(-UNIT * size, -FLT_MAX)

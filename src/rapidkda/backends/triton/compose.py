@@ -3,7 +3,7 @@
     state after part p = (state after part p - 1) M_p + B_p        [V, K], in float32 to nearly all its digits
 
 B_p (the carry) and M_p (the transition) are what `scan` left; part 0 ran from the true initial state, so its carry is
-final, and nothing runs after the last part, whose carry holds the segment's initial state instead.
+final, and nothing starts from the state after the last part, which leaves neither.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -36,6 +36,7 @@ class Config:
     prepare_warps: int
     prepare_registers: int | None  # most of a thread: fewer let more programs run side by side
     scan_warps: int
+    scan_registers: int | None  # the same of the scan: three programs of it in Gluon fit a multiprocessor
     gluon: bool  # the scan in Gluon
     overlap: bool  # a kernel of the call starts while the one before it ends
     stages: int
@@ -84,6 +85,7 @@ def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, bounded:
         prepare_warps=4 if large else 1,
         prepare_registers=None if large or where.vendor != "nvidia" else registers,
         scan_warps=4,
+        scan_registers=168 if gluon else None,
         gluon=gluon,
         overlap=False,
         stages=4 if gluon else stages,

@@ -3,7 +3,7 @@
 A segment is cut into tiles of C = 16 tokens. A tile and a value head have one record, written by the preparation and
 read by the scan:
 
-    qd [C, K] | kd [C, K] | kr - kd [C, K] | T [C, C] | T's low part [C, C] | aq [C, C] | aq's low part [C, C] |
+    qd [C, K] | kd [C, K] | kr - kd [C, K] | P [C, C] | T [C, C] | P's low part [C, C] | T's low part [C, C] |
     decay [K] | n [C] | q_scale [C]
 
 (the matrices in bfloat16, the vectors in float32; for float32 inputs all in float32, without low parts, and with kr in
@@ -27,7 +27,8 @@ CHUNK = 16  # tokens of a tile; states can be exported after any of them
 MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bounds the scratch for their states
 MIN_PART_TILES = 4
 MAX_GRID = 65535  # programs along the second and third axis of a grid
-CUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of parts of the longest segment that are considered
+CUTS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 20, 25, 33)  # numbers of parts of the longest segment that are considered
+FIRST_EIGHTHS = 10  # length of a first part, in eighths of the others: beside it run programs whose tiles take longer
 
 
 def _align(size: int) -> int:
@@ -45,9 +46,9 @@ def max_tiles(tokens: int, segments: int) -> int:
     return tokens // CHUNK + segments
 
 
-def tile_table(segments: int, parts: int) -> int:
-    """Where the table has its tiles, in units of 8 bytes (see tiles.py)."""
-    return -(-(2 * (segments + 1) + segments + parts) // 2)
+def tile_table(segments: int, later: int) -> int:
+    """Where the table has its tiles, in units of 8 bytes (see tiles.py), with so many parts that are not first ones."""
+    return -(-(2 * (segments + 1) + segments + 2 * later) // 2)
 
 
 def tile_grid(tiles: int, heads: int) -> tuple[int, int, int]:
@@ -71,7 +72,7 @@ class Layout:
     def of(
         tiles: int, parts: int, segments: int, value_heads: int, key_dim: int, value_dim: int, record: int
     ) -> Layout:
-        tables = _align(8 * (tile_table(segments, parts) + tiles))
+        tables = _align(8 * (tile_table(segments, max(parts - segments, 0)) + tiles))
         carries = tables + tiles * value_heads * record
         transitions = carries + parts * value_heads * value_dim * key_dim * 4
         return Layout(
@@ -100,6 +101,8 @@ class Cut:
 
     parts: int  # most parts of all segments together
     part_tiles: int
+    later: int = 0  # of them, those that are not the first of a segment
+    middle: int = 0  # of those, the ones that are not the last either
 
 
 NO_CUT = Cut(0, 1 << 30)
@@ -110,13 +113,13 @@ class Costs:
     """Cost model of the scan, microseconds. Fitted on an H200."""
 
     together: tuple[float, ...]  # a tile of each where 1, 2, ... programs share a multiprocessor; more take turns
-    transitions: tuple[float, ...]  # the same in the pass over transitions, which has no outputs
+    transitions: tuple[float, ...]  # the same without outputs
     launch: float
     compose: float  # latency of one link of the chain of parts
 
 
 PORTABLE = Costs(together=(0.81, 1.27), transitions=(0.67, 1.05), launch=6.0, compose=4.2)
-SM90 = Costs(together=(0.65, 1.2, 1.58), transitions=(0.61, 0.76, 0.97), launch=4.9, compose=2.9)
+SM90 = Costs(together=(0.631, 1.0, 1.331), transitions=(0.465, 0.835, 0.98), launch=6.9, compose=1.9)
 
 
 def cut(
@@ -153,7 +156,8 @@ def cut_of(
             continue
         cost = predicted(counts, parts, value_heads, blocks, units, costs)
         if cost < 0.97 * best_cost:  # more parts take more scratch: not for less than the model can tell
-            best, best_cost = Cut(int(parts.sum()), part_tiles), cost
+            count, middle = int(parts.sum()), int(np.maximum(parts - 2, 0).sum())
+            best, best_cost = Cut(count, part_tiles, count - len(parts), middle), cost
     return best
 
 
@@ -165,12 +169,24 @@ def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int]
 def predicted(
     tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs
 ) -> float:
-    """Microseconds of the three passes over segments that are cut into `parts`."""
-    lengths = tiles / parts
-    programs = value_heads * ((parts - 1) * blocks[0] + np.maximum(parts - 2, 0) * blocks[1])
-    first = _pass(lengths, programs, units, costs.launch, costs.transitions)
-    second = _pass(lengths, value_heads * parts * blocks[0], units, costs.launch, costs.together)
-    return first + second + costs.launch + costs.compose * float(parts.max() - 2)
+    """Microseconds of both passes and of what links them, over segments that are cut into `parts`."""
+    ratio = FIRST_EIGHTHS / 8
+    lengths = tiles / (parts - 1 + ratio)
+    first = np.full(len(tiles), value_heads * blocks[0])
+    middle = value_heads * np.maximum(parts - 2, 0) * sum(blocks)
+    starting, others = int(first.sum()), int(middle.sum())
+    if starting + others <= 2 * units - starting:  # no first part shares its multiprocessor
+        ahead = max(
+            _pass(lengths * ratio, first, units, costs.launch, costs.together),
+            _pass(lengths, middle, units - starting, costs.launch, costs.transitions),
+        )
+    else:
+        share = starting / (starting + others)
+        mixed = tuple(share * a + (1 - share) * b for a, b in zip(costs.together, costs.transitions, strict=True))
+        both = np.concatenate([lengths * ratio, lengths]), np.concatenate([first, middle])
+        ahead = _pass(*both, units, costs.launch, mixed)
+    behind = _pass(lengths, value_heads * (parts - 1) * blocks[0], units, costs.launch, costs.together)
+    return ahead + behind + costs.launch + costs.compose * float(parts.max() - 2)
 
 
 def _pass(lengths: np.ndarray, programs: np.ndarray, units: int, launch: float, together: tuple[float, ...]) -> float:

@@ -17,9 +17,10 @@ from .prepare import prepare_kernel
 from .scan import scan_kernel
 from .tiles import tiles_kernel
 
-WHOLE, TRANSITIONS, RESUME = 0, 1, 2  # as in scan.py
+WHOLE, FIRST, SECOND = 0, 1, 2  # as in scan.py
 COMPOSE_ROWS = 16
 TABLE_BLOCK = 128
+GLUON_REGISTERS = 128  # of a thread of the preparation: for as many programs as its shared memory allows
 VIEWS = (torch.int32, torch.bfloat16, torch.float32)  # the workspace: table, and records in two dtypes
 
 
@@ -34,6 +35,13 @@ def sm90_scan() -> launch.Launcher:
     from .scan_sm90 import scan_kernel
 
     return launch.Launcher(scan_kernel)
+
+
+@functools.cache
+def sm90_prepare() -> launch.Launcher:
+    from .prepare_sm90 import prepare_kernel
+
+    return launch.Launcher(prepare_kernel)
 
 
 def prefill(call: PrefillCall) -> None:
@@ -54,6 +62,7 @@ class Prepared:
         device, heads, key_dim, value_dim = tokens.q.device, tokens.value_heads, tokens.key_dim, tokens.value_dim
         precise = tokens.q.dtype == torch.float32
         where = config.machine(device)
+        self.units = where.units
         self.choice = choice = config.choose(where, key_dim, value_dim, precise, tokens.gate.kind == "bounded")
         self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
         costs = plan.SM90 if choice.gluon else plan.PORTABLE
@@ -67,36 +76,13 @@ class Prepared:
         self._tiles = _tiles.bind(
             device,
             (segments.count + 1, 1, 1),
-            (segments.count, tiles, self.cut.parts, self.cut.part_tiles),
+            (segments.count, tiles, self.cut.later, self.cut.part_tiles),
             (segments.first_token.stride(0), segments.length.stride(0)),
             (plan.CHUNK, TABLE_BLOCK, choice.overlap),
             num_warps=4,
             views=VIEWS[:1],
         )
-        self._prepare = _prepare.bind(
-            device,
-            plan.tile_grid(tiles, heads),
-            (
-                plan.tile_table(segments.count, self.cut.parts),
-                tiles,
-                self.starts[0],
-                *launch.scalars(tokens),
-            ),
-            launch.strides(tokens, values=False),
-            (
-                *launch.constants(tokens)[:-1],
-                heads // tokens.heads,
-                choice.slice,
-                self.record_units,
-                precise,
-                choice.precision,
-                choice.overlap,
-            ),
-            num_warps=choice.prepare_warps,
-            views=(*[None] * len(launch.inputs(tokens, values=False)), torch.int64, *VIEWS[1:]),
-            registers=choice.prepare_registers,
-            overlap=choice.overlap,
-        )
+        self._tiles_of = plan.tile_grid(tiles, heads), plan.tile_table(segments.count, self.cut.later), tiles
         self._compose = _compose.bind(
             device,
             (value_dim // COMPOSE_ROWS, heads, segments.count),
@@ -115,9 +101,12 @@ class Prepared:
             overlap=choice.overlap,
             views=(VIEWS[0], VIEWS[2]),
         )
-        # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and address
+        # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and addresses
         self._wide_values = all(stride % 16 == 0 for stride in tokens.v.stride()[:2])
         self._steps = launch.Steps()
+        keys = tokens.q, tokens.k, tokens.g
+        self._wide_keys = all(stride % 16 == 0 for x in keys for stride in x.stride()[:2])
+        self._prepares: dict[bool, launch.Launch] = {}  # by language, as they are needed
         self._scans: dict[tuple[int, bool], launch.Launch] = {}  # by pass and language, as they are needed
 
     def run(self, call: PrefillCall) -> None:
@@ -126,7 +115,8 @@ class Prepared:
         workspace = _workspace(call, self.scratch_bytes)
         steps: list[launch.Step] = [(self._tiles, (workspace,), (segments.first_token, segments.length))]
         if tokens.count > 0:
-            steps.append((self._prepare, (*launch.inputs(tokens, values=False), *[workspace] * 3), ()))
+            keys = launch.inputs(tokens, values=False)
+            steps.append((self._prepare(call), (*keys, *[workspace] * 3), ()))
         chosen, other = self._whole(call, workspace), self._parts
         if self.cut.parts:
             chosen, other = self._parts(call, workspace), self._whole
@@ -135,39 +125,75 @@ class Prepared:
                 step(data, tables, compile_only=True)
 
     def _whole(self, call: PrefillCall, workspace: Tensor) -> list[launch.Step]:
-        exported = _exported(call)
-        data = (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported)
-        return [(self._scan(call, WHOLE), data, _tables(call, exported))]
+        return [self._scan(call, WHOLE, workspace)]
 
     def _parts(self, call: PrefillCall, workspace: Tensor) -> list[launch.Step]:
-        exported = _exported(call)
-        data = (*[workspace] * 3, call.tokens.v, call.out, call.initial)
-        return [
-            (self._scan(call, TRANSITIONS), (*data, None, None), _tables(call, None)),
-            (self._compose, (workspace, workspace), ()),
-            (self._scan(call, RESUME), (*data, call.final, exported), _tables(call, exported)),
-        ]
+        compose: launch.Step = (self._compose, (workspace, workspace), ())
+        return [self._scan(call, FIRST, workspace), compose, self._scan(call, SECOND, workspace)]
 
-    def _scan(self, call: PrefillCall, passes: int) -> launch.Launch:
+    def _prepare(self, call: PrefillCall) -> launch.Launch:
+        tokens = call.tokens
+        gluon = self.choice.gluon and self._wide_keys and tokens.g.dtype == tokens.q.dtype
+        gluon = gluon and (tokens.q.data_ptr() | tokens.k.data_ptr() | tokens.g.data_ptr()) % 16 == 0
+        bound = self._prepares.get(gluon)
+        if bound is None:
+            bound = self._prepares[gluon] = self._bind_prepare(call, gluon)
+        return bound
+
+    def _bind_prepare(self, call: PrefillCall, gluon: bool) -> launch.Launch:
+        tokens, choice = call.tokens, self.choice
+        grid, table, tiles = self._tiles_of
+        kernel = sm90_prepare() if gluon else _prepare
+        return kernel.bind(
+            tokens.q.device,
+            grid,
+            (table, tiles, self.starts[0], *launch.scalars(tokens)),
+            launch.strides(tokens, values=False),
+            (
+                *launch.constants(tokens)[:-1],
+                tokens.value_heads // tokens.heads,
+                choice.slice,
+                self.record_units,
+                tokens.q.dtype == torch.float32,
+                choice.precision,
+                choice.overlap,
+            ),
+            num_warps=choice.prepare_warps,
+            views=(*[None] * len(launch.inputs(tokens, values=False)), torch.int64, *VIEWS[1:]),
+            registers=GLUON_REGISTERS if gluon else choice.prepare_registers,
+            overlap=choice.overlap,
+        )
+
+    def _scan(self, call: PrefillCall, passes: int, workspace: Tensor) -> launch.Step:
         gluon = self.choice.gluon and self._wide_values and call.tokens.v.data_ptr() % 16 == 0
         bound = self._scans.get((passes, gluon))
         if bound is None:
             bound = self._scans[passes, gluon] = self._bind_scan(call, passes, gluon)
-        return bound
+        exported = _exported(call)
+        data = (*[workspace] * 3, call.tokens.v, call.out, call.initial, call.final, exported)
+        return bound, data, _tables(call, exported)
 
     def _bind_scan(self, call: PrefillCall, passes: int, gluon: bool) -> launch.Launch:
         tokens, segments, choice = call.tokens, call.segments, self.choice
-        exported = None if passes == TRANSITIONS else _exported(call)
-        row_blocks = sum(self.blocks) if passes == TRANSITIONS else self.blocks[0]
-        count = segments.count if passes == WHOLE else max(self.cut.parts, 1)
+        exported = _exported(call)
+        heads = tokens.value_heads
+        grid = (self.blocks[0], heads, segments.count if passes == WHOLE else max(self.cut.later, 1))
+        early = 0
+        if passes == FIRST:
+            # First parts start as the last programs that find a multiprocessor to themselves; what comes after them
+            # shares one with other programs of middle parts, whose tiles take less time.
+            starting, middle = heads * segments.count * self.blocks[0], heads * self.cut.middle * sum(self.blocks)
+            early = min(max(self.units - starting, 0), middle)
+            grid = (starting + middle, 1, 1)
         kernel = sm90_scan() if gluon else _scan
         return kernel.bind(
             tokens.q.device,
-            (row_blocks, tokens.value_heads, count),
+            grid,
             (
                 segments.count,
                 *self.starts,
-                tokens.value_heads,
+                heads,
+                early,
                 launch.rows(call.initial),
                 launch.rows(call.final),
                 launch.rows(exported),
@@ -197,6 +223,7 @@ class Prepared:
                 choice.overlap,
             ),
             num_warps=choice.scan_warps,
+            registers=choice.scan_registers if gluon else None,
             overlap=choice.overlap,
             views=VIEWS,
         )

@@ -4,11 +4,11 @@ With G the log decays summed inside a tile (in base 2), b the write strengths an
 the scale taken out), a tile needs
 
     kd = k' 2^G      qd = q' 2^G      kr_j = k'_j 2^(G_C - G_j)      aq_ij = <qd_i, k'_j 2^-G_j>, j <= i
-    L_ij = b_i n_i^2 <kd_i, k'_j 2^-G_j>, j < i      T = (I + L)^-1 diag(b n)
+    L_ij = b_i n_i^2 <kd_i, k'_j 2^-G_j>, j < i      T = (I + L)^-1 diag(b n)      P = aq T
 
 so that (`scan`)
 
-    U = T (v - n kd S)      O = q_scale (qd S + aq U)      S <- 2^(G_C) S + kr^T U
+    R = v - n kd S      U = T R      O = q_scale (qd S + P R)      S <- 2^(G_C) S + kr^T U
 
 2^(G_i - G_j) is a factor of row i times one of key j, both counted from the tile's start; over 16 tokens the key's
 factor stays below 2^LIMIT for bounded gates. Rows of unbounded gates that decay further are redone pair by pair with
@@ -269,13 +269,14 @@ def prepare_kernel(
     aq = tl.where(lane[:, None] >= lane[None, :], qk, 0.0)
     lower = tl.where(lane[:, None] > lane[None, :], kk * b_key[:, None], 0.0)
     t = _invert(lower, PRECISE, PRECISION) * b_value[None, :]
+    p = _exact_product(aq, t, PRECISE, PRECISION)
     if PRECISE:
-        tl.store(p_record + PAIRS + pair, t)
-        tl.store(p_record + PAIRS + C * C + pair, aq)
+        tl.store(p_record + PAIRS + pair, p)
+        tl.store(p_record + PAIRS + C * C + pair, t)
     else:
-        high, low = high_low(t)
+        high, low = high_low(p)
         tl.store(p_record + PAIRS + pair, high)
-        tl.store(p_record + PAIRS + C * C + pair, low)
-        high, low = high_low(aq)
-        tl.store(p_record + PAIRS + 2 * C * C + pair, high)
+        tl.store(p_record + PAIRS + 2 * C * C + pair, low)
+        high, low = high_low(t)
+        tl.store(p_record + PAIRS + C * C + pair, high)
         tl.store(p_record + PAIRS + 3 * C * C + pair, low)

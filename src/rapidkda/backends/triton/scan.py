@@ -3,16 +3,17 @@
 A program owns VB value rows of one head of one segment (or part of a segment) and keeps their state S [VB, K] in
 float32 registers, V as the rows of every product:
 
-    U = (v - n (S kd)) T        O = q_scale (S qd + U aq)        S <- decay S + U kr
+    R = v - n (S kd)        U = R T        O = q_scale (S qd + R P)        S <- decay S + U kr
 
-In half precision, what T multiplies, T itself, U and aq enter as two bfloat16 parts each: entries cancel where keys are
-nearly equal, and the rounding of U adds up in the state. kr is read as kd plus the rest: what is left to round is as
-small as the decay within a tile, so that where nothing decays nothing adds up over thousands of tiles. Operands that
-share a factor lie side by side in one product (kd and qd; both parts), so that the chain has few products to wait for.
+In half precision, R, T, P and U enter as two bfloat16 parts each: entries cancel where keys are nearly equal, and the
+rounding of U adds up in the state. kr is read as kd plus the rest: what is left to round is as small as the decay
+within a tile, so that where nothing decays nothing adds up over thousands of tiles. Operands that share a factor lie
+side by side in one product (kd and qd; P and T; both parts), so that the chain has few products to wait for.
 
-Three passes share the code. WHOLE: segments from their initial states. TRANSITIONS and RESUME run a segment as parts
-side by side: first each part's own contribution (rows of V, from a zero state) and its effect on the state it starts
-from (rows of K, from the identity, without values), then, once those are linked (`compose`), the outputs.
+Three passes share the code. WHOLE: segments from their initial states. FIRST and SECOND run a segment as parts side by
+side. FIRST takes first parts, whose start is known, to their end, and of every other part but the last its own
+contribution (rows of V, from a zero state) and its effect on the state it starts from (rows of K, from the identity,
+without values). Once those are linked (`compose`), SECOND takes all parts but the first from their true states.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -24,11 +25,11 @@ from triton.language.extra.cuda import gdc_wait
 
 from . import launch
 from .blocks import add_dot, dot, dot_fp32, high_low, narrow, trips, usable
-from .tiles import tile_count
+from .tiles import part_start, tile_count
 
 WHOLE = tl.constexpr(0)
-TRANSITIONS = tl.constexpr(1)
-RESUME = tl.constexpr(2)
+FIRST = tl.constexpr(1)
+SECOND = tl.constexpr(2)
 
 
 @triton.jit
@@ -47,12 +48,12 @@ def _halves(x, R: tl.constexpr, C: tl.constexpr):
 def advance(
     state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
     K: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
-    PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    OUTPUTS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Run tiles begin .. end - 1 of a segment; `records` is its first record, p_v and p_out its first token's rows."""
     PAIRS: tl.constexpr = 3 * C * K
     VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 4) * C * C
-    FROM_STATE: tl.constexpr = C if PASS == TRANSITIONS else 2 * C
+    FROM_STATE: tl.constexpr = 2 * C if OUTPUTS else C
     rows = block * VB + tl.arange(0, VB)
     lanes = tl.arange(0, C)
     twice = tl.arange(0, 2 * C)
@@ -60,9 +61,11 @@ def advance(
     channels = tl.arange(0, K)
     from_state_offset = (2 * C - FROM_STATE + tl.arange(0, FROM_STATE))[None, :] * K + channels[:, None]
     into_state_offset = (2 * C + lanes if PRECISE else C + twice)[:, None] * K + channels[None, :]
-    pair_offset = PAIRS + lanes[None, :] * C + lanes[:, None]  # transposed
-    # Both parts of a pair matrix, each twice: [high, high, low, low], for an operand [high, low, high, low]
-    parts_offset = PAIRS + lanes[None, :] * C + (parts % C + parts // (2 * C) * (C * C))[:, None]
+    # P above T, transposed, without P where there are no outputs
+    pair_rows = (2 * C - FROM_STATE + tl.arange(0, FROM_STATE))[None, :] * C
+    pair_offset = PAIRS + pair_rows + lanes[:, None]
+    # The same of both parts, each twice: [high, high, low, low], for an operand [high, low, high, low]
+    parts_offset = PAIRS + pair_rows + (parts % C + parts // (2 * C) * (2 * C * C))[:, None]
     step = (records * 0 + heads) * RECORD  # 64-bit
     square = tl.arange(0, VB)
     identity = tl.where(square[:, None] == square[None, :], 1.0, 0.0)
@@ -84,7 +87,7 @@ def advance(
             v = dot(identity.to(v.dtype), v)  # only operands of products are fetched well ahead
             known = dot(narrow(state, tl.bfloat16), from_state)
         state = state * tl.load(p_vectors + channels)[None, :]
-        if PASS != TRANSITIONS:
+        if OUTPUTS:
             out, known = _halves(known, VB, C)
         u = v - known * tl.load(p_vectors + K + lanes)[None, :]
         if PRECISE:
@@ -93,15 +96,9 @@ def advance(
             high, low = high_low(u)
             u = _side_by_side(high, low, VB, C)
             u = dot(_side_by_side(u, u, VB, 2 * C), tl.load(p_record + parts_offset))
-            high, low = high_low(u)
-        if PASS != TRANSITIONS:
-            if PRECISE:
-                out += dot_fp32(u, tl.load(p_record + C * C + pair_offset), PRECISION)
-            else:
-                u = _side_by_side(high, low, VB, C)
-                u = _side_by_side(u, u, VB, 2 * C)
-                out += dot(u, tl.load(p_record + 2 * C * C + parts_offset))
-            out = tl.where(real, out * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
+        if OUTPUTS:
+            inner, u = _halves(u, VB, C)
+            out = tl.where(real, (out + inner) * tl.load(p_vectors + K + C + lanes)[None, :], 0.0)
             tl.store(
                 p_out + token.to(tl.int64)[None, :] * o_t + rows[:, None],
                 narrow(out, p_out.dtype.element_ty),
@@ -111,6 +108,7 @@ def advance(
         if PRECISE:
             state += dot_fp32(u, into_state, PRECISION)
         else:
+            high, low = high_low(u)
             state = add_dot(state, _side_by_side(low, low, VB, C), into_state)
             state = add_dot(state, _side_by_side(high, high, VB, C), into_state)
     return state
@@ -132,7 +130,7 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        "segments", "record_start", "carry_start", "transition_start", "heads",
+        "segments", "record_start", "carry_start", "transition_start", "heads", "early",
         "initial_rows", "final_rows", "checkpoint_rows", "pad_slot",
     ],
     do_not_specialize_on_alignment=launch.TABLES,
@@ -140,7 +138,7 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
 def scan_kernel(
     p_table, p_bf16, p_fp32, p_v, p_out, p_initial, p_final, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_begin, p_offset, p_slot,
-    segments, record_start, carry_start, transition_start, heads,
+    segments, record_start, carry_start, transition_start, heads, early,
     initial_rows, final_rows, checkpoint_rows, pad_slot,
     v_t, v_h, o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s,
     checkpoint_s,
@@ -148,39 +146,50 @@ def scan_kernel(
     V_FIRST: tl.constexpr, PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks, HV, segments or parts). RECORD and the *_start are in units of 256 bytes."""
-    head = tl.program_id(1).to(tl.int64)
+    """Grid (row blocks, HV, segments or later parts); in FIRST a line: so many `early` programs of middle parts (row
+    blocks of V and of K, then HV, then parts), those of first parts, the other ones of middle parts.
+
+    RECORD and the *_start are in units of 256 bytes.
+    """
     block = tl.program_id(0)
-    part = tl.program_id(2)
+    head = tl.program_id(1)
+    place = tl.program_id(2)
+    middle = place < 0  # yields B or M
+    if PASS == FIRST:
+        starting = segments * heads * (V // VB)
+        middle = (block < early) | (block >= early + starting)
+        task = tl.where(block < early, block, tl.where(middle, block - starting, block - early))
+        blocks = tl.where(middle, (V + K) // VB, V // VB)
+        block = task % blocks
+        head = task // blocks % heads
+        place = task // blocks // heads
+    head = head.to(tl.int64)
     has_values = block * VB < V
     if OVERLAP:
         gdc_wait()
+    p_order = p_table + 2 * (segments + 1)
+    index = place * 0
+    part = index
+    parts = index + 1
     if PASS == WHOLE:
-        n = tl.load(p_table + 2 * (segments + 1) + part)
-        index = 0
-        parts = 1
+        n = tl.load(p_order + place)
     else:
-        n = tl.load(p_table + 2 * (segments + 1) + segments + part)
+        later = middle | (PASS == SECOND)
+        n = tl.load(p_order + tl.where(later, segments + 2 * place, place))
         if n < 0:
             return
-        first_part = tl.load(p_table + segments + 1 + n)
-        parts = tl.load(p_table + segments + 2 + n) - first_part
-        index = part - first_part
-        if PASS == TRANSITIONS:
-            if ((index == 0) | (index == parts - 1)) & (block * VB >= V):
-                return
+        part = tl.load(p_table + segments + 1 + n)
+        parts = tl.load(p_table + segments + 2 + n) - part
+        index = tl.load(p_order + segments + 2 * place + 1, mask=later, other=0)
+        if middle & (index == parts - 1):
+            return
+        part += index
     n = n.to(tl.int64)
     length = tl.load(p_length + n * length_s)
     first = tl.load(p_first + n * first_s).to(tl.int64)
     count = tile_count(length, C)
-    begin = count * index // parts
-    end = count * (index + 1) // parts
-    starts = index == 0
-    if PASS == TRANSITIONS:
-        # Nothing follows the last part, so its carry is free to keep the initial state for the second pass, in which
-        # that part may overwrite the slot before part 0 has read it.
-        starts = starts | (index == parts - 1)
-        end = tl.where(index == parts - 1, begin, end)
+    begin = part_start(count, index, parts)
+    end = part_start(count, index + 1, parts)
     channels = tl.arange(0, K)
     rows = block * VB + tl.arange(0, VB)
 
@@ -202,22 +211,29 @@ def scan_kernel(
     carry_offset = rows[:, None] * K + channels[None, :]
     p_carry = p_fp32 + carry_start.to(tl.int64) * 64
     state = tl.zeros([VB, K], tl.float32)
-    if PASS == RESUME:
-        before = tl.where(index > 0, part - 1, part + parts - 1).to(tl.int64) * heads + head
+    if PASS == SECOND:
+        before = (part - 1).to(tl.int64) * heads + head
         state = tl.load(p_carry + before * (V * K) + carry_offset)
     elif p_initial is not None:
         state = tl.load(
             p_initial + _slot_offsets(read_slot, initial_s, head, rows, channels, K, V, V_FIRST),
-            mask=real & (fresh == 0) & starts & has_values,
+            mask=real & (fresh == 0) & (middle == 0),
             other=0.0,
         ).to(tl.float32)
-    if PASS == TRANSITIONS:
+    if PASS == FIRST:
         state += tl.where((rows - V)[:, None] == channels[None, :], 1.0, 0.0)
     state = placed(state, K)
 
     records = record_start + (tl.load(p_table + n).to(tl.int64) * heads + head) * RECORD
     p_rows_out = p_out + first * o_t + head * o_h
     p_rows_v = p_v + first * v_t + head * v_h
+    if PASS == FIRST:
+        if middle:
+            state = advance(
+                state, p_bf16, p_fp32, p_rows_v, p_rows_out, records, begin, end, length, has_values, real, heads,
+                v_t, o_t, block, K, C, VB, RECORD, False, PRECISE, PRECISION, STAGES,
+            )  # fmt: skip
+            begin = end
     if p_checkpoint is not None:
         at = tl.load(p_begin + n * begin_s)
         at_end = tl.load(p_begin + (n + 1) * begin_s)
@@ -231,7 +247,7 @@ def scan_kernel(
                 stop = tl.minimum(end, (offset + C - 1) // C)
             state = advance(
                 state, p_bf16, p_fp32, p_rows_v, p_rows_out, records, begin, stop, length, has_values, real,
-                heads, v_t, o_t, block, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+                heads, v_t, o_t, block, K, C, VB, RECORD, True, PRECISE, PRECISION, STAGES,
             )  # fmt: skip
             while (at < at_end) & (offset <= stop * C):
                 slot = tl.load(p_slot + at * slot_s).to(tl.int64)
@@ -247,20 +263,20 @@ def scan_kernel(
     else:
         state = advance(
             state, p_bf16, p_fp32, p_rows_v, p_rows_out, records, begin, end, length, has_values, real, heads,
-            v_t, o_t, block, K, C, VB, RECORD, PASS, PRECISE, PRECISION, STAGES,
+            v_t, o_t, block, K, C, VB, RECORD, True, PRECISE, PRECISION, STAGES,
         )  # fmt: skip
 
-    if PASS == TRANSITIONS:
+    is_last = index == parts - 1
+    if PASS == FIRST:
         here = part.to(tl.int64) * heads + head
         if has_values:
-            tl.store(p_carry + here * (V * K) + carry_offset, state)
+            tl.store(p_carry + here * (V * K) + carry_offset, state, mask=is_last == 0)
         else:
             p_transition = p_fp32 + transition_start.to(tl.int64) * 64 + here * (K * K)
             tl.store(p_transition + (rows - V)[:, None] * K + channels[None, :], state)
-    else:
-        if p_final is not None:
-            tl.store(
-                p_final + _slot_offsets(write_slot, final_s, head, rows, channels, K, V, V_FIRST),
-                narrow(state, p_final.dtype.element_ty),
-                mask=real & (index == parts - 1),
-            )
+    if p_final is not None:
+        tl.store(
+            p_final + _slot_offsets(write_slot, final_s, head, rows, channels, K, V, V_FIRST),
+            narrow(state, p_final.dtype.element_ty),
+            mask=real & is_last,
+        )

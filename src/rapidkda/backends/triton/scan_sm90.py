@@ -3,9 +3,10 @@
 What Triton decides is said here: the next tiles' records and values are copied to shared memory several tiles ahead, a
 record is read once (kd is the operand of two products), nothing waits but the chain
 
-    U = (v - n (S kd)) T        S <- decay S + U kd + U (kr - kd)
+    R = v - n (S kd)        U = R T        S <- decay S + U kd + U (kr - kd)
 
-while outputs are taken beside it, and a tile has two barriers. `scan` remains the judge: it runs under the interpreter.
+while outputs are taken beside it, and a tile has two barriers, both while the state is updated. Of U (kr - kd) only the
+high part of U is taken. `scan` remains the judge: it runs under the interpreter.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -24,15 +25,40 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import scan as portable
-from .blocks import rounded
-from .scan import TRANSITIONS
 
 
 @gluon.jit
 def _parts(x, LAYOUT: gl.constexpr):
-    """x as two bfloat16 operands from registers."""
-    high = rounded(x)
-    return gl.convert_layout(high.to(gl.bfloat16), LAYOUT), gl.convert_layout((x - high).to(gl.bfloat16), LAYOUT)
+    """x as two bfloat16 operands from registers. Both in one piece of code: `high` is packed once, not twice."""
+    high, low = gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 a, $0, 16; and.b32 b, $0, 0xFFFF0000;"
+        " sub.f32 a, $2, a; sub.f32 b, $3, b; cvt.rn.bf16x2.f32 $1, b, a; }",
+        "=&r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+    return gl.convert_layout(high, LAYOUT), gl.convert_layout(low, LAYOUT)
+
+
+@gluon.jit
+def _narrow_if(x, kept, DTYPE: gl.constexpr):
+    """x in half precision, or zeros where `kept` is not -1 but 0; a pair at a time."""
+    if gl.bfloat16 == DTYPE:
+        y = gl.inline_asm_elementwise(
+            "{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $2, $1; and.b32 $0, p, $3; }",
+            "=r,f,f,r,r", [x, kept], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = gl.inline_asm_elementwise(
+            "{ .reg .b32 p; cvt.rn.f16x2.f32 p, $2, $1; and.b32 $0, p, $3; }",
+            "=r,f,f,r,r", [x, kept], dtype=gl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return y
+
+
+@gluon.jit
+def _halves(x, R: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """As `scan._halves`; both stay where they are."""
+    a, b = gl.split(gl.permute(gl.reshape(x, [R, 2, C]), [0, 2, 1]))
+    return gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT)
 
 
 @gluon.jit
@@ -44,20 +70,24 @@ def placed(state, K: gl.constexpr):
 @gluon.jit
 def _fetch(
     near, fine, pairs, vectors, values, p_record, p_v, v_t, wanted, count, has_values,
-    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, WARPS: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, OUTPUTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying a tile's record and the values of its `count` tokens into a stage, if it is wanted."""
+    """Start copying a tile's record and the values of its `count` tokens into a stage, if it is wanted; without what
+    only outputs need, qd and P, if there are none."""
+    SIDES: gl.constexpr = 2 if OUTPUTS else 1
     BY_TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // VB, VB // 8], [WARPS, 1], [1, 0])
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [WARPS, 1], [1, 0])
     BY_PAIR: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // C, C // 8], [WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     if wanted:
-        rows = gl.arange(0, 2 * C, gl.SliceLayout(1, BY_ROW))[:, None]
+        rows = gl.arange(0, SIDES * C, gl.SliceLayout(1, BY_ROW))[:, None]
         half = gl.arange(0, C, gl.SliceLayout(1, BY_ROW))[:, None]
         columns = gl.arange(0, K, gl.SliceLayout(0, BY_ROW))[None, :]
-        async_copy.async_copy_global_to_shared(near, p_record + (rows * K + columns))
+        async_copy.async_copy_global_to_shared(near, p_record + (2 - SIDES) * C * K + (rows * K + columns))
         async_copy.async_copy_global_to_shared(fine, p_record + 2 * C * K + (half * K + columns))
-        pair_rows = gl.arange(0, 4 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
+        pair_rows = gl.arange(0, SIDES * 2 * C, gl.SliceLayout(1, BY_PAIR))[:, None]
+        if not OUTPUTS:
+            pair_rows += C + pair_rows // C * C  # T and its low part alone
         pair_offsets = pair_rows * C + gl.arange(0, C, gl.SliceLayout(0, BY_PAIR))[None, :]
         async_copy.async_copy_global_to_shared(pairs, p_record + 3 * C * K + pair_offsets)
         p_vectors = (p_record + (3 * C * K + 4 * C * C)).to(gl.pointer_type(gl.float32), bitcast=True)
@@ -75,29 +105,28 @@ def _fetch(
 def advance(
     state, p_bf16, p_fp32, p_v, p_out, records, begin, end, length, has_values, real, heads, v_t, o_t, block,
     K: gl.constexpr, C: gl.constexpr, VB: gl.constexpr, RECORD: gl.constexpr,
-    PASS: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUTS: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `scan.advance`, for half-precision inputs."""
     WARPS: gl.constexpr = gl.num_warps()
-    OUTPUTS: gl.constexpr = PASS != TRANSITIONS
-    FROM: gl.constexpr = 2 * C if OUTPUTS else C
+    SIDES: gl.constexpr = 2 if OUTPUTS else 1
+    FROM: gl.constexpr = SIDES * C
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     KNOWN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, FROM, 16])
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
-    STATE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, KNOWN, 2)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, KNOWN, 2)
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [WARPS, 1], [0, 1])  # of TILE, within each warp
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VALUE: gl.constexpr = p_v.dtype.element_ty
     RESULT: gl.constexpr = p_out.dtype.element_ty
-    NEAR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, K], gl.bfloat16)
-    PAIR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([4 * C, C], gl.bfloat16)
+    NEAR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([FROM, K], gl.bfloat16)
+    PAIR_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDES * 2 * C, C], gl.bfloat16)
     TOKEN_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, VB], gl.bfloat16)
 
-    near = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * C, K], NEAR_SHARED)
+    near = gl.allocate_shared_memory(gl.bfloat16, [STAGES, FROM, K], NEAR_SHARED)
     fine = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], NEAR_SHARED)
-    pairs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 4 * C, C], PAIR_SHARED)
+    pairs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SIDES * 2 * C, C], PAIR_SHARED)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * K], PLAIN)  # decay [K] | n [C] | q_scale [C]
     values = gl.allocate_shared_memory(VALUE, [STAGES, C, VB], TOKEN_SHARED)
 
@@ -114,70 +143,65 @@ def advance(
     for s in gl.static_range(STAGES - 1):
         _fetch(
             near.index(s), fine.index(s), pairs.index(s), vectors.index(s), values.index(s), p_record,
-            p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, WARPS,
+            p_v, v_t, begin + s < end, length - (begin + s) * C, has_values, K, C, VB, OUTPUTS, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step
     stage = begin * 0
     free = stage + (STAGES - 1)
+    kept = gl.where(real, -1, 0)
+    async_copy.wait_group(STAGES - 2)
+    gl.thread_barrier()
+    fence_async_shared()
     for i in range(begin, end):
-        async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()  # tile i is there for all, and none reads tile i - 1 any more
-        fence_async_shared()  # these copies belong to the generic proxy, wgmma reads through the asynchronous one
         now_near = near.index(stage)
         now_pairs = pairs.index(stage)
-        operand = gl.convert_layout(state.to(gl.bfloat16), STATE_OPERAND)
-        start = now_near if OUTPUTS else now_near.slice(C, C, 0)
+        operand = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
         known = warpgroup_mma(
-            operand, start.permute((1, 0)), gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True
+            operand, now_near.permute((1, 0)), gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True
         )
         v = values.index(stage).permute((1, 0)).load(TILE).to(gl.float32)
         n = vectors.index(stage).slice(K, C).load(gl.SliceLayout(0, TILE))
+        state = state * vectors.index(stage).slice(0, K).load(gl.SliceLayout(0, STATE))[None, :]
         known = warpgroup_mma_wait(0, [known])
         if OUTPUTS:
-            out, known = gl.split(gl.permute(gl.reshape(known, [VB, 2, C]), [0, 2, 1]))
-            out = gl.convert_layout(out, TILE)
-        known = gl.convert_layout(known, TILE)
-        high, low = _parts(v - known * n[None, :], OPERAND)
-        t_high = now_pairs.slice(0, C, 0).permute((1, 0))
-        t_low = now_pairs.slice(C, C, 0).permute((1, 0))
-        u = warpgroup_mma(high, t_high, gl.zeros([VB, C], gl.float32, TILE), use_acc=False, is_async=True)
-        u = warpgroup_mma(low, t_high, u, is_async=True)
-        u = warpgroup_mma(high, t_low, u, is_async=True)
-        state = state * vectors.index(stage).slice(0, K).load(gl.SliceLayout(0, STATE))[None, :]
+            out, known = _halves(known, VB, C, TILE)
+        high, low = _parts(v - gl.convert_layout(known, TILE) * n[None, :], OPERAND)
+        pair_high = now_pairs.slice(0, FROM, 0).permute((1, 0))
+        pair_low = now_pairs.slice(FROM, FROM, 0).permute((1, 0))
+        u = warpgroup_mma(high, pair_high, gl.zeros([VB, FROM], gl.float32, KNOWN), use_acc=False, is_async=True)
+        u = warpgroup_mma(low, pair_high, u, is_async=True)
+        u = warpgroup_mma(high, pair_low, u, is_async=True)
         u = warpgroup_mma_wait(0, [u])
-        high, low = _parts(u, OPERAND)
         if OUTPUTS:
-            aq_high = now_pairs.slice(2 * C, C, 0).permute((1, 0))
-            aq_low = now_pairs.slice(3 * C, C, 0).permute((1, 0))
-            inner = warpgroup_mma(high, aq_high, gl.zeros([VB, C], gl.float32, TILE), use_acc=False, is_async=True)
-            inner = warpgroup_mma(low, aq_high, inner, is_async=True)
-            inner = warpgroup_mma(high, aq_low, inner, is_async=True)
-        high = gl.convert_layout(high, UPDATE)
-        low = gl.convert_layout(low, UPDATE)
-        keys = now_near.slice(C, C, 0)
+            inner, u = _halves(u, VB, C, TILE)
+        high, low = _parts(gl.convert_layout(u, TILE), UPDATE)
+        keys = now_near.slice(FROM - C, C, 0)
         rest = fine.index(stage)
         state = warpgroup_mma(high, keys, state, is_async=True)
         state = warpgroup_mma(low, keys, state, is_async=True)
         state = warpgroup_mma(high, rest, state, is_async=True)
-        state = warpgroup_mma(low, rest, state, is_async=True)
         if OUTPUTS:
-            inner = warpgroup_mma_wait(4, [inner])  # the last four update the state
             scale = vectors.index(stage).slice(K + C, C).load(gl.SliceLayout(0, TILE))
-            out = gl.where(real, (out + inner) * scale[None, :], 0.0)
-            gl.store(p_out + out_offsets, gl.convert_layout(out.to(RESULT), OUT), mask=(lane < length - i * C)[None, :])
+            out = _narrow_if((out + inner) * scale[None, :], kept, RESULT)
+            gl.store(p_out + out_offsets, gl.convert_layout(out, OUT), mask=(lane < length - i * C)[None, :])
             p_out += o_step
         ahead = i + (STAGES - 1)
+        gl.thread_barrier()  # none reads tile i - 1 any more
         _fetch(
             near.index(free), fine.index(free), pairs.index(free), vectors.index(free), values.index(free), p_record,
-            p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, WARPS,
+            p_v, v_t, ahead < end, length - ahead * C, has_values, K, C, VB, OUTPUTS, WARPS,
         )  # fmt: skip
         p_record += step
         p_v += v_step
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()  # tile i + 1 is there for all
         state = warpgroup_mma_wait(0, [state])
+        fence_async_shared()  # these copies belong to the generic proxy, wgmma reads through the asynchronous one
         free = stage
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
+    gl.thread_barrier()  # the next call may fill these stages
     return state
 
 

@@ -1,9 +1,10 @@
 """The table of tiles and parts of a step, built on the device from the segment table in one small launch.
 
 Each segment's program counts what lies before it and writes its own entries, so that no other kernel has to look for
-its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | order [N] | part_segment [parts] | a
+its place. Layout of the table, int32: tile_begin [N + 1] | part_begin [N + 1] | order [N] | later [later parts, 2] | a
 gap to 8 bytes | tiles [tiles, 2], the first token of a tile and how many of its rows are real.
-`order` names the segments from the longest to the shortest: programs that run longest start first.
+`order` names the segments from the longest to the shortest: programs that run longest start first. `later` names
+segment and index of all parts but the first ones: those that another part follows, then the last ones.
 Past the end a part's segment is -1 and a tile has no rows.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,8 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from . import launch
+from . import launch, plan
 from .blocks import trips
+
+FIRST_EIGHTHS = tl.constexpr(plan.FIRST_EIGHTHS)
 
 
 @triton.jit
@@ -31,18 +34,26 @@ def part_count(tiles, part_tiles):
 
 
 @triton.jit
-def _fill(p_target, begin, end, value, BLOCK: tl.constexpr):
-    """p_target[begin:end] = value."""
+def part_start(tiles, index, parts):
+    """First tile of a part; where parts end, of the part past the last."""
+    eighths = tl.maximum(FIRST_EIGHTHS + 8 * (index - 1), 0).to(tl.int64)
+    return (tiles * eighths // (FIRST_EIGHTHS + 8 * (parts - 1))).to(tl.int32)
+
+
+@triton.jit
+def _name(p_later, begin, end, n, index, BLOCK: tl.constexpr):
+    """later[begin:end] = (n, index), (n, index + 1), ..."""
     for start in range(trips(begin), trips(end), BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        tl.store(p_target + index, tl.zeros([BLOCK], tl.int32) + value, mask=index < end)
+        at = start + tl.arange(0, BLOCK)
+        tl.store(p_later + 2 * at, tl.zeros([BLOCK], tl.int32) + n, mask=at < end)
+        tl.store(p_later + 2 * at + 1, at - begin + index, mask=at < end)
 
 
 @triton.jit(
-    do_not_specialize=["segments", "tiles", "parts", "part_tiles"], do_not_specialize_on_alignment=launch.TABLES
+    do_not_specialize=["segments", "tiles", "later", "part_tiles"], do_not_specialize_on_alignment=launch.TABLES
 )
 def tiles_kernel(
-    p_table, p_first, p_length, segments, tiles, parts, part_tiles, first_s, length_s,
+    p_table, p_first, p_length, segments, tiles, later, part_tiles, first_s, length_s,
     C: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (N + 1): program n writes segment n's entries, the last one the ends."""
@@ -52,6 +63,9 @@ def tiles_kernel(
     tile = n * 0
     part = n * 0
     rank = n * 0
+    middle = n * 0
+    middles = n * 0
+    last = n * 0
     own = tl.load(p_length + n.to(tl.int64) * length_s, mask=n < segments, other=0)
     for start in range(0, trips(segments), BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -59,20 +73,30 @@ def tiles_kernel(
         count = tile_count(length, C)
         before = index < n
         tile += tl.sum(tl.where(before, count, 0), 0)
-        part += tl.sum(tl.where(before, part_count(count, part_tiles), 0), 0)
+        parts = tl.where(index < segments, part_count(count, part_tiles), 0)
+        between = tl.maximum(parts - 2, 0)
+        part += tl.sum(tl.where(before, parts, 0), 0)
+        middle += tl.sum(tl.where(before, between, 0), 0)
+        middles += tl.sum(between, 0)
+        last += tl.sum((before & (parts > 1)).to(tl.int32), 0)
         ahead = (length > own) | ((length == own) & before)
         rank += tl.sum(((index < segments) & ahead).to(tl.int32), 0)
     tl.store(p_table + n, tile)
     tl.store(p_table + segments + 1 + n, part)
     p_order = p_table + 2 * (segments + 1)
     tl.store(p_order + rank, n, mask=n < segments)
-    p_part_segment = p_order + segments
-    p_tile = p_table + (2 * (segments + 1) + segments + parts + 1) // 2 * 2
+    p_later = p_order + segments
+    p_tile = p_table + (2 * (segments + 1) + segments + 2 * later + 1) // 2 * 2
     first = tl.load(p_first + n.to(tl.int64) * first_s, mask=n < segments, other=0)
     count = tile_count(own, C)
     is_end = n == segments
-    part_end = tl.minimum(tl.where(is_end, parts, part + part_count(count, part_tiles)), parts)
-    _fill(p_part_segment, part, part_end, tl.where(is_end, -1, n), BLOCK)
+    parts = part_count(count, part_tiles)
+    last += middles
+    if is_end:
+        _name(p_later, last, later, -1, 0, BLOCK)
+    else:
+        _name(p_later, middle, tl.minimum(middle + parts - 2, later), n, 1, BLOCK)
+        _name(p_later, last, tl.minimum(last + tl.minimum(parts - 1, 1), later), n, parts - 1, BLOCK)
     tile_end = tl.minimum(tl.where(is_end, tiles, tile + count), tiles)
     for start in range(trips(tile), trips(tile_end), BLOCK):
         index = start + tl.arange(0, BLOCK)
