@@ -190,7 +190,12 @@ def softplus(x):
 @triton.jit
 def amplitude(p_a_log, head):
     """exp(A_log), finite: an infinite one would turn a zero logit into NaN."""
-    return tl.minimum(tl.exp(tl.load(p_a_log + head)), FLT_MAX)
+    return amplitude_of(tl.load(p_a_log + head))
+
+
+@triton.jit
+def amplitude_of(a_log):
+    return tl.minimum(tl.exp(a_log), FLT_MAX)
 
 
 @triton.jit
@@ -205,11 +210,17 @@ def gate_bias(p_dt_bias, head, channels, K: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def log_decay(x, bias, p_a_log, lower_bound, head, GATE: tl.constexpr, UNIT: tl.constexpr):
     """UNIT times the log decay of gate inputs x [..., K] (float32); `bias` is `gate_bias`, shaped to broadcast."""
-    if GATE == LOG_DECAY:
-        return x * UNIT
     size = 1.0
     if p_a_log is not None:
         size = amplitude(p_a_log, head)
+    return gate_decay(x, bias, size, lower_bound, GATE, UNIT)
+
+
+@triton.jit
+def gate_decay(x, bias, size, lower_bound, GATE: tl.constexpr, UNIT: tl.constexpr):
+    """`log_decay` of a gate whose `amplitude` is known."""
+    if GATE == LOG_DECAY:
+        return x * UNIT
     if GATE == BOUNDED:
         return divide(lower_bound * UNIT, 1.0 + exp2((x + bias) * tl.maximum(-LOG2_E * size, -FLT_MAX)))
     return softplus(x + bias) * tl.maximum(-UNIT * size, -FLT_MAX)
