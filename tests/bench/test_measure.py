@@ -124,3 +124,4 @@ def test_io_bytes() -> None:
     shape = Shape("8x2048_h16", (2048,) * 8, 16)
     assert steps.io_bytes(shape, torch.bfloat16) == tokens + states
     assert steps.io_bytes(shape, torch.bfloat16, torch.bfloat16) == tokens + states // 2
+    assert steps.state_bytes(shape, torch.float32) == states // 2

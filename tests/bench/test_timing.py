@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -49,3 +51,53 @@ def test_host_time_is_that_of_the_median_call_of_the_quietest_round(monkeypatch:
     monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: now)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert timing.host_time(call, torch.device("cuda"), calls=3, rounds=3) == 2.0
+
+
+class Clock:
+    """A device on which a graph takes 2 us to start; it stands in for events and graphs."""
+
+    now = 0.0
+
+    def event(self, enable_timing: bool) -> Clock.Event:
+        return Clock.Event(self)
+
+    def graphed(self, call: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            self.now += 2.0
+            call()
+
+        return replay
+
+    class Event:
+        def __init__(self, clock: Clock):
+            self.clock = clock
+
+        def record(self) -> None:
+            self.us = self.clock.now
+
+        def elapsed_time(self, end: Clock.Event) -> float:
+            return (end.us - self.us) / 1e3
+
+
+@pytest.mark.parametrize("us", [1.0, 5.0, 70.0, 499.0, 800.0])
+def test_short_calls_share_a_graph(monkeypatch: pytest.MonkeyPatch, us: float) -> None:
+    clock, ran = Clock(), Counter[int]()
+
+    def call(index: int) -> Callable[[], None]:
+        def run() -> None:
+            clock.now += us
+            ran[index] += 1
+
+        return run
+
+    monkeypatch.setattr(timing, "graphed", clock.graphed)
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    settings = timing.Settings(rounds=3, replays=9)
+    times, replays = timing.device_times([call(i) for i in range(3)], torch.device("cuda"), settings)
+    assert times.us == pytest.approx(us, rel=0.02)
+    assert len(set(ran.values())) == 1, "every input has as many turns"
+    for i, replay in enumerate(replays):
+        before = ran.copy()
+        replay()
+        assert ran - before == Counter([i]), "what is checked is one call"

@@ -228,3 +228,15 @@ def test_what_triton_alone_can_launch_is_left_to_it() -> None:
         BACKEND.norm(calls.norm(5))
     types = list(kernels[0].src.signature.values())
     assert not launch.Compiled(kernels[0], [False] * 4, len(types) - 4).offsets
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_a_decode_program_asks_for_everything_before_its_branch(gate: str) -> None:
+    """What is loaded behind the branch waits for another round trip to the memory."""
+    with compiling("sm_90") as kernels:
+        BACKEND.decode(calls.decode(64, gate=gate))
+    lines = kernels[-1].asm["ptx"].splitlines()
+    branch = next(n for n, line in enumerate(lines) if re.search(r"@%p\d+\s+bra", line))
+    loads = [n for n, line in enumerate(lines) if "ld.global" in line]
+    assert len(loads) > 10
+    assert max(loads) < branch

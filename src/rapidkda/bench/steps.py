@@ -95,7 +95,8 @@ def _workload(
 ) -> Iterator[tuple[Row, Sample, Expected, Future[Expected]]]:
     """Every implementation on one workload."""
     moved = io_bytes(shape, plan.dtype, plan.state_dtype)
-    sets = 1 if plan.device.type == "cpu" else min(MOST_SETS, max(1, math.ceil(CACHE_BYTES / moved)))
+    held = moved - state_bytes(shape, plan.state_dtype)  # states are written where they were read
+    sets = 1 if plan.device.type == "cpu" else min(MOST_SETS, max(1, math.ceil(CACHE_BYTES / held)))
     inputs = [_inputs(plan, shape, regime, plan.seed + i) for i in range(sets)]
     sample = Sample.of(inputs[0])
     future = pool.submit(expected, sample.inputs, 2 if plan.op == "verify" else 1)
@@ -174,8 +175,11 @@ def io_bytes(shape: Shape, dtype: torch.dtype, state_dtype: torch.dtype = torch.
     """Bytes that must move: q, k, v, g, beta read and the output written once in `dtype`, states read and written once
     in `state_dtype`."""
     columns = 2 * shape.heads * shape.key_dim + shape.hv * (2 * shape.value_dim + shape.key_dim + 1)
-    states = 2 * len(shape.seq_lens) * shape.hv * shape.key_dim * shape.value_dim * state_dtype.itemsize
-    return shape.tokens * columns * dtype.itemsize + states
+    return shape.tokens * columns * dtype.itemsize + 2 * state_bytes(shape, state_dtype)
+
+
+def state_bytes(shape: Shape, state_dtype: torch.dtype) -> int:
+    return len(shape.seq_lens) * shape.hv * shape.key_dim * shape.value_dim * state_dtype.itemsize
 
 
 def _request(plan: Plan, inputs: Inputs) -> Request:

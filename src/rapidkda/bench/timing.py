@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,10 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], None]
+
+# The least that a timed graph takes. The start of one is 2 us, and its launch on the host more; engines pay that once
+# for a whole model, not for every operator.
+GRAPH_US = 500.0
 
 
 @dataclass(frozen=True)
@@ -40,23 +45,38 @@ class Times:
 
 
 def device_times(calls: Sequence[Call], device: torch.device, settings: Settings) -> tuple[Times, list[Call]]:
-    """Time calls that do the same work on different inputs, in rotation. Returns the times and what was replayed."""
+    """Time calls that do the same work on different inputs, in rotation. Returns the times, and each call as a graph of
+    its own. Where these are short, one graph of several rotations is timed instead."""
     if device.type != "cuda":
         return _wall_times(calls, settings), list(calls)
     replays = [graphed(call) for call in calls]
     for i in range(settings.warmup * len(replays)):
         replays[i % len(replays)]()
-    samples = []
-    for _ in range(settings.rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        begin.record()
-        for i in range(settings.replays):
-            replays[i % len(replays)]()
-        end.record()
-        torch.cuda.synchronize(device)
-        samples.append(begin.elapsed_time(end) * 1e3 / settings.replays)
-    return Times.of(samples), replays
+    timed, each = replays, 1
+    us = _replayed(replays, device, settings.replays)
+    if us < GRAPH_US:
+        rotations = math.ceil(GRAPH_US / max(1.0, us) / len(calls))
+
+        def several() -> None:
+            for call in list(calls) * rotations:
+                call()
+
+        timed, each = [graphed(several)], rotations * len(calls)
+        for _ in range(settings.warmup):
+            timed[0]()
+    return Times.of([_replayed(timed, device, settings.replays) / each for _ in range(settings.rounds)]), replays
+
+
+def _replayed(graphs: Sequence[Call], device: torch.device, replays: int) -> float:
+    """Microseconds of one replay, the graphs in rotation."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    for i in range(replays):
+        graphs[i % len(graphs)]()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) * 1e3 / replays
 
 
 def graphed(call: Call) -> Call:

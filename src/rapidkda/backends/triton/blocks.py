@@ -190,7 +190,12 @@ def softplus(x):
 @triton.jit
 def amplitude(p_a_log, head):
     """exp(A_log), finite: an infinite one would turn a zero logit into NaN."""
-    return tl.minimum(tl.exp(tl.load(p_a_log + head)), FLT_MAX)
+    return amplitude_of(tl.load(p_a_log + head))
+
+
+@triton.jit
+def amplitude_of(a_log):
+    return tl.minimum(tl.exp(a_log), FLT_MAX)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
 from . import chunk, config, launch
-from .blocks import L2_EPS, exp, gate_bias, log_decay, narrow, trips, usable, write_strength
+from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, trips, usable, write_strength
 
 SIZES = ["pool_rows", "pad_slot", "positions", "group"]
 
@@ -32,33 +32,51 @@ def _state_offsets(head, rows, channels, K: tl.constexpr, V: tl.constexpr, V_FIR
 
 
 @triton.jit
-def _load_key(
-    p_k, p_g, p_beta, p_a_log, p_dt_bias, token, head, group, channels, lower_bound, beta_scale,
-    k_t, k_h, g_t, g_h, b_t, b_h,
-    K: tl.constexpr, GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr,
+def _load_token(
+    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, token, some, head, group, channels, rows,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, K: tl.constexpr,
 ):  # fmt: skip
-    """One token's key [K], log decay [K] and write strength."""
-    k = tl.load(p_k + token * k_t + (head // group) * k_h + channels).to(tl.float32)
-    if L2NORM:
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
-    g = tl.load(p_g + token * g_t + head * g_h + channels).to(tl.float32)
-    g = log_decay(g, gate_bias(p_dt_bias, head, channels, K, K), p_a_log, lower_bound, head, GATE, 1.0)
-    b = write_strength(tl.load(p_beta + token * b_t + head * b_h).to(tl.float32), beta_scale, LOGITS)
-    return k, g, b
+    """What one token needs, as it is stored: q, k, g and the gate's bias [K], v [VB], beta and A_log. Nothing is read
+    where `some` is False."""
+    q = tl.load(p_q + token * q_t + (head // group) * q_h + channels, mask=some)
+    k = tl.load(p_k + token * k_t + (head // group) * k_h + channels, mask=some)
+    v = tl.load(p_v + token * v_t + head * v_h + rows, mask=some)
+    g = tl.load(p_g + token * g_t + head * g_h + channels, mask=some)
+    b = tl.load(p_beta + token * b_t + head * b_h, mask=some)
+    bias = tl.zeros([K], tl.float32)
+    if p_dt_bias is not None:
+        bias = tl.load(p_dt_bias + head * K + channels, mask=some)
+    a_log = 0.0
+    if p_a_log is not None:
+        a_log = tl.load(p_a_log + head, mask=some)
+    return q, k, v, g, b, bias, a_log
 
 
 @triton.jit
-def _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM: tl.constexpr):
-    q = tl.load(p_q + token * q_t + (head // group) * q_h + channels).to(tl.float32)
+def _activate(loaded, scale, beta_scale, lower_bound, GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr):
+    """A loaded token in float32: the query with its scale, key, values, log decay and write strength."""
+    q, k, v, g, b, bias, a_log = loaded
+    q, k = q.to(tl.float32), k.to(tl.float32)
     if L2NORM:
         q = q * tl.rsqrt(tl.sum(q * q, 0) + L2_EPS)
-    return q * scale
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    g = gate_decay(g.to(tl.float32), bias, amplitude_of(a_log), lower_bound, GATE, 1.0)
+    return q * scale, k, v.to(tl.float32), g, write_strength(b.to(tl.float32), beta_scale, LOGITS)
 
 
 @triton.jit
 def _advance(state, k, g, u):
     """A token whose correction u [VB] is known, on a state tile [VB, K]."""
     return state * exp(g)[None, :] + u[:, None] * k[None, :]
+
+
+@triton.jit
+def _step(state, q, k, v, g, b):
+    """A token on a state tile [VB, K]. Returns the next state and the output [VB]."""
+    state = state * exp(g)[None, :]  # both sums over it do not wait for each other
+    u = b * (v - tl.sum(state * k[None, :], 1))
+    out = tl.sum(state * q[None, :], 1) + u * tl.sum(k * q, 0)
+    return state + u[:, None] * k[None, :], out
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
@@ -82,6 +100,7 @@ def step_kernel(
     rows = (tl.program_id(0) % (V // VB)) * VB + tl.arange(0, VB)
     channels = tl.arange(0, K)
     count = tl.load(p_length + n * length_s)
+    first = tl.load(p_first + n * first_s).to(tl.int64)
     if VERIFY:
         accepted = tl.load(p_accepted + n * accepted_s).to(tl.int64)
         start = tl.minimum(tl.maximum(accepted, 1), positions) - 1
@@ -96,27 +115,36 @@ def step_kernel(
     offsets = _state_offsets(head, rows, channels, K, V, V_FIRST)
     p_read_state = p_pool + slot * pool_s + offsets
     state = tl.load(p_read_state, mask=real & (count > 0), other=0.0, eviction_policy=EVICT).to(tl.float32)
-    first = tl.load(p_first + n * first_s).to(tl.int64)
-    for j in range(0, trips(count)):
-        token = first + j
-        k, g, b = _load_key(
-            p_k, p_g, p_beta, p_a_log, p_dt_bias, token, head, group, channels, lower_bound, beta_scale,
-            k_t, k_h, g_t, g_h, b_t, b_h, K, GATE, LOGITS, L2NORM,
-        )  # fmt: skip
-        q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
-        v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
-        state = state * exp(g)[None, :]  # both sums over it do not wait for each other
-        u = b * (v - tl.sum(state * k[None, :], 1))
-        out = tl.where(real, tl.sum(state * q[None, :], 1) + u * tl.sum(k * q, 0), 0.0)
-        state = state + u[:, None] * k[None, :]
-        tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
-        if VERIFY:
+    if VERIFY:
+        for j in range(0, trips(count)):
+            token = first + j
+            loaded = _load_token(
+                p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, token, None, head, group, channels, rows,
+                q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, K,
+            )  # fmt: skip
+            q, k, v, g, b = _activate(loaded, scale, beta_scale, lower_bound, GATE, LOGITS, L2NORM)
+            state, out = _step(state, q, k, v, g, b)
+            out = narrow(tl.where(real, out, 0.0), p_out.dtype.element_ty)
+            tl.store(p_out + token * o_t + head * o_h + rows, out)
             target = tl.load(p_write + n * write_s + j * write_j).to(tl.int64)
             keep = real & usable(target, pool_rows, pad_slot)
-        else:
-            keep = real
-        p_write_state = p_pool + target * pool_s + offsets
-        tl.store(p_write_state, narrow(state, p_pool.dtype.element_ty), mask=keep, cache_modifier=WRITE)
+            p_write_state = p_pool + target * pool_s + offsets
+            tl.store(p_write_state, narrow(state, p_pool.dtype.element_ty), mask=keep, cache_modifier=WRITE)
+    else:
+        # All that the program needs is asked for before the branch: it is two round trips to the memory long. (Without
+        # masks the compiler would move some of the loads behind it.)
+        some = count > 0
+        loaded = _load_token(
+            p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, first, some, head, group, channels, rows,
+            q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, K,
+        )  # fmt: skip
+        if some:
+            q, k, v, g, b = _activate(loaded, scale, beta_scale, lower_bound, GATE, LOGITS, L2NORM)
+            state, out = _step(state, q, k, v, g, b)
+            out = narrow(tl.where(real, out, 0.0), p_out.dtype.element_ty)
+            tl.store(p_out + first * o_t + head * o_h + rows, out)
+            p_write_state = p_pool + target * pool_s + offsets
+            tl.store(p_write_state, narrow(state, p_pool.dtype.element_ty), mask=real, cache_modifier=WRITE)
 
 
 @triton.jit
@@ -164,12 +192,11 @@ def replay_kernel(
         tl.debug_barrier()  # every thread has read the old records before any of them is overwritten
         for j in range(0, trips(count)):
             token = first + j
-            k, g, b = _load_key(
-                p_k, p_g, p_beta, p_a_log, p_dt_bias, token, head, group, channels, lower_bound, beta_scale,
-                k_t, k_h, g_t, g_h, b_t, b_h, K, GATE, LOGITS, L2NORM,
+            loaded = _load_token(
+                p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, token, None, head, group, channels, rows,
+                q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, K,
             )  # fmt: skip
-            q = _load_query(p_q, token, head, group, channels, scale, q_t, q_h, L2NORM)
-            v = tl.load(p_v + token * v_t + head * v_h + rows).to(tl.float32)
+            q, k, v, g, b = _activate(loaded, scale, beta_scale, lower_bound, GATE, LOGITS, L2NORM)
             state = state * exp(g)[None, :]
             u = b * (v - tl.sum(state * k[None, :], 1))
             state = state + u[:, None] * k[None, :]
