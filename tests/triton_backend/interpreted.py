@@ -81,6 +81,14 @@ def test_parts_side_by_side_are_exact(regime: str, dtype: torch.dtype, monkeypat
     check(inputs, tolerances.bar(regime, dtype))
 
 
+@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 7, later=2, middle=1)], ids=["whole", "parts"])
+def test_a_segment_of_many_tiles_runs_from_its_first(cut: plan.Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough of them that a first part of another length than the others begins and ends between tiles."""
+    monkeypatch.setattr(plan, "cut", lambda *call: cut)
+    inputs = make_inputs(Shape("long", (330,), 1, 1, 64, 64), "slow", dtype=torch.bfloat16)
+    check(inputs, tolerances.bar("slow", torch.bfloat16))
+
+
 def test_the_table_orders_segments_from_the_longest_to_the_shortest() -> None:
     """More segments than a block of the table's kernel, empty ones and equals (in their own order) among them."""
     lengths = torch.randint(0, 60, (150,), generator=torch.Generator().manual_seed(0)).tolist()

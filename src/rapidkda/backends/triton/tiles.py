@@ -36,7 +36,7 @@ def part_count(tiles, part_tiles):
 @triton.jit
 def part_start(tiles, index, parts):
     """First tile of a part; where parts end, of the part past the last."""
-    eighths = tl.maximum(FIRST_EIGHTHS + 8 * (index - 1), 0).to(tl.int64)
+    eighths = tl.where(index > 0, FIRST_EIGHTHS + 8 * (index - 1), 0).to(tl.int64)
     return (tiles * eighths // (FIRST_EIGHTHS + 8 * (parts - 1))).to(tl.int32)
 
 
