@@ -64,6 +64,11 @@ DEVICE void barrier_expect_remote(u32 bar, u32 rank, int bytes) {
 }
 
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
+// All of a CTA, where roles come to it by different ways: a __syncthreads would have to be one and the same.
+template <int kThreads>
+DEVICE void meet_all() {
+    named_barrier(0, kThreads);
+}
 
 // Arrive without waiting for the others.
 DEVICE void named_barrier_arrive(int id, int threads) {

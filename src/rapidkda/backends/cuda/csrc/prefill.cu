@@ -95,7 +95,10 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
         fence_async_proxy();
     }
     if (C::kNorms && thread < 128) store_shared_float(shared + C::norm_weight + thread * 4, b.norm_weight[thread]);
-    __syncthreads();
+    if constexpr (kComes == Comes::kAll)
+        __syncthreads();
+    else
+        meet_all<C::kThreads>();
     if constexpr (C::kCluster) cluster_barrier();
 
     if (kComes == Comes::kProducers || (kComes == Comes::kAll && warp_index >= C::kFirstProducer / 32)) {
@@ -147,7 +150,7 @@ DEVICE void run_unshared(const Params& p, const Neighbours& b, u32 shared, Halve
     if (s.part > parts.last()) return;
     if (threadIdx.x == 0) s.all = run_of(s.head, s.part, parts.begin(s.part), parts.begin(s.part + 1), 0);
     fence_async_proxy();  // reads and writes of what was there, before copies over it
-    __syncthreads();
+    meet_all<Kernel::kThreads>();
     if (s.part == 0) return run<First, kComes>(p, b, shared, &s.all);
     run<Kernel, kComes>(p, b, shared, &s.all);
 }
@@ -205,7 +208,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
             chunks = w->chunks;
             base = speculated;
         }
-        if (walked) __syncthreads();  // all that was prepared is there
+        if (walked) meet_all<C::kThreads>();  // all that was prepared is there
         return run_unshared<Comes::kProducers>(p, b, shared, s, walked);
     }
     if (walked) {
@@ -226,7 +229,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
             leave();
         }
         for (int i = 0; i < speculated; i++) barrier_wait_together(shared + C::full + 8 * i, 0);
-        __syncthreads();
+        meet_all<C::kThreads>();
         if (thread == 0) {
             for (int i = 0; i < C::kStages; i++) {
                 barrier_end(shared + C::full + 8 * i);
