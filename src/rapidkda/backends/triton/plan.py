@@ -14,6 +14,7 @@ place of kr - kd). Where few sequences run, each is also cut into parts of sever
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bound
 MIN_PART_TILES = 4
 MAX_GRID = 65535  # programs along the second and third axis of a grid
 CUTS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 20, 25, 33)  # numbers of parts of the longest segment that are considered
-FIRST_EIGHTHS = 10  # length of a first part, in eighths of the others: beside it run programs whose tiles take longer
+FIRST_EIGHTHS = (8, 10, 12, 14, 16)  # lengths of first parts that are considered, in eighths of the others
 
 
 def _align(size: int) -> int:
@@ -103,6 +104,7 @@ class Cut:
     part_tiles: int
     later: int = 0  # of them, those that are not the first of a segment
     middle: int = 0  # of those, the ones that are not the last either
+    first_eighths: int = 8  # length of a first part, in eighths of the others: its programs do not run a second time
 
 
 NO_CUT = Cut(0, 1 << 30)
@@ -154,10 +156,11 @@ def cut_of(
         parts = np.maximum(-(-counts // part_tiles), 1)
         if part_tiles < MIN_PART_TILES or parts.sum() > most or parts.max() < 2:
             continue
-        cost = predicted(counts, parts, value_heads, blocks, units, costs)
-        if cost < 0.97 * best_cost:  # more parts take more scratch: not for less than the model can tell
-            count, middle = int(parts.sum()), int(np.maximum(parts - 2, 0).sum())
-            best, best_cost = Cut(count, part_tiles, count - len(parts), middle), cost
+        for eighths in FIRST_EIGHTHS:
+            cost = predicted(counts, parts, eighths, value_heads, blocks, units, costs)
+            if cost < 0.97 * best_cost:  # more parts take more scratch: not for less than the model can tell
+                count, middle = int(parts.sum()), int(np.maximum(parts - 2, 0).sum())
+                best, best_cost = Cut(count, part_tiles, count - len(parts), middle, eighths), cost
     return best
 
 
@@ -167,10 +170,16 @@ def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int]
 
 
 def predicted(
-    tiles: np.ndarray, parts: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs
+    tiles: np.ndarray,
+    parts: np.ndarray,
+    first_eighths: int,
+    value_heads: int,
+    blocks: tuple[int, int],
+    units: int,
+    costs: Costs,
 ) -> float:
     """Microseconds of both passes and of what links them, over segments that are cut into `parts`."""
-    ratio = FIRST_EIGHTHS / 8
+    ratio = first_eighths / 8
     lengths = tiles / (parts - 1 + ratio)
     first = np.full(len(tiles), value_heads * blocks[0])
     middle = value_heads * np.maximum(parts - 2, 0) * sum(blocks)
@@ -183,8 +192,11 @@ def predicted(
     else:
         share = starting / (starting + others)
         mixed = tuple(share * a + (1 - share) * b for a, b in zip(costs.together, costs.transitions, strict=True))
-        both = np.concatenate([lengths * ratio, lengths]), np.concatenate([first, middle])
-        ahead = _pass(*both, units, costs.launch, mixed)
+        rounds = (starting + others) / units
+        tile = mixed[min(math.ceil(rounds), len(mixed)) - 1]
+        # First parts start at once and are the longest; the others, round by round, fill what they leave.
+        work = float((lengths * (ratio * first + middle)).sum()) / units * mixed[-1] / len(mixed)
+        ahead = costs.launch + max(float(lengths.max()) * ratio * tile, work)
     behind = _pass(lengths, value_heads * (parts - 1) * blocks[0], units, costs.launch, costs.together)
     return ahead + behind + costs.launch + costs.compose * float(parts.max() - 2)
 

@@ -194,6 +194,7 @@ class Prepared:
                 *self.starts,
                 heads,
                 early,
+                self.cut.first_eighths,
                 launch.rows(call.initial),
                 launch.rows(call.final),
                 launch.rows(exported),

@@ -130,7 +130,7 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        "segments", "record_start", "carry_start", "transition_start", "heads", "early",
+        "segments", "record_start", "carry_start", "transition_start", "heads", "early", "first_eighths",
         "initial_rows", "final_rows", "checkpoint_rows", "pad_slot",
     ],
     do_not_specialize_on_alignment=launch.TABLES,
@@ -138,7 +138,7 @@ def _slot_offsets(slot, slot_s, head, rows, channels, K: tl.constexpr, V: tl.con
 def scan_kernel(
     p_table, p_bf16, p_fp32, p_v, p_out, p_initial, p_final, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_begin, p_offset, p_slot,
-    segments, record_start, carry_start, transition_start, heads, early,
+    segments, record_start, carry_start, transition_start, heads, early, first_eighths,
     initial_rows, final_rows, checkpoint_rows, pad_slot,
     v_t, v_h, o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s,
     checkpoint_s,
@@ -188,8 +188,8 @@ def scan_kernel(
     length = tl.load(p_length + n * length_s)
     first = tl.load(p_first + n * first_s).to(tl.int64)
     count = tile_count(length, C)
-    begin = part_start(count, index, parts)
-    end = part_start(count, index + 1, parts)
+    begin = part_start(count, index, parts, first_eighths)
+    end = part_start(count, index + 1, parts, first_eighths)
     channels = tl.arange(0, K)
     rows = block * VB + tl.arange(0, VB)
 

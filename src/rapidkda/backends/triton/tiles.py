@@ -15,11 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from . import launch, plan
+from . import launch
 from .blocks import trips
-
-FIRST_EIGHTHS = tl.constexpr(plan.FIRST_EIGHTHS)
-
 
 @triton.jit
 def tile_count(length, C: tl.constexpr):
@@ -34,10 +31,11 @@ def part_count(tiles, part_tiles):
 
 
 @triton.jit
-def part_start(tiles, index, parts):
-    """First tile of a part; where parts end, of the part past the last."""
-    eighths = tl.where(index > 0, FIRST_EIGHTHS + 8 * (index - 1), 0).to(tl.int64)
-    return (tiles * eighths // (FIRST_EIGHTHS + 8 * (parts - 1))).to(tl.int32)
+def part_start(tiles, index, parts, first_eighths):
+    """First tile of a part; where parts end, of the part past the last. The first part is `first_eighths` eighths as
+    long as the others."""
+    eighths = tl.where(index > 0, first_eighths + 8 * (index - 1), 0).to(tl.int64)
+    return (tiles * eighths // (first_eighths + 8 * (parts - 1))).to(tl.int32)
 
 
 @triton.jit
