@@ -64,16 +64,24 @@ DEVICE void barrier_expect_remote(u32 bar, u32 rank, int bytes) {
 }
 
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
-// All of a CTA, where roles come to it by different ways: a __syncthreads would have to be one and the same.
-template <int kThreads>
-DEVICE void meet_all() {
-    named_barrier(0, kThreads);
-}
 
 // Arrive without waiting for the others.
 DEVICE void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// Meetings of all warps of a CTA, where roles come to one by different ways: a __syncthreads would have to be the same
+// instruction for all. An mbarrier of as many warps, and how many meetings it has seen.
+struct Meeting {
+    u32 bar;
+    int turn;
+    DEVICE static void init(u32 bar, int warps) { barrier_init(bar, warps * kWarpArrivals); }
+    DEVICE void operator()(int lane) {
+        __syncwarp();
+        if (arrives(lane)) barrier_arrive(bar);
+        barrier_wait_together(bar, turn++ & 1);
+    }
+};
 
 // racecheck takes note of a warp's passage after the fact: the other warp's first reads may come before the note. A
 // second barrier in a build for it lets no race through that one would not, since nothing is accessed between the two.

@@ -49,9 +49,9 @@ DEVICE void write_zeros(const Params& p, const Work& w, int threads) {
 // Which warps come to `run`: where the roles part before it, those of one of them.
 enum class Comes { kAll, kProducers, kOthers };
 
-// `part`: the one run of this CTA, where it is a part's.
+// `part`: the one run of this CTA, where it is a part's. `all`: where the warps of both ways meet, if they come by two.
 template <class C, Comes kComes = Comes::kAll>
-DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
+DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part, Meeting* all = nullptr) {
     const int thread = threadIdx.x, lane = thread & 31;
     // Shuffled, so that the assembler knows it is the same for the whole warp: addresses stay in uniform registers.
     const int warp_index = __shfl_sync(kAllLanes, thread >> 5, 0);
@@ -98,7 +98,7 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part) {
     if constexpr (kComes == Comes::kAll)
         __syncthreads();
     else
-        meet_all<C::kThreads>();
+        (*all)(lane);
     if constexpr (C::kCluster) cluster_barrier();
 
     if (kComes == Comes::kProducers || (kComes == Comes::kAll && warp_index >= C::kFirstProducer / 32)) {
@@ -140,19 +140,20 @@ struct Halves {
     Work guess, rest, all;  // runs: of producers before the seams are known and then, of consumers
     int seams[2];           // before both halves
     u64 told;               // barrier: they are known, and with them `rest` and `all`
+    u64 met;                // barrier: Meeting
     u64 landed[Seam::batch];
 };
 
 // A part that may not be shared: see run_part.
 template <Comes kComes>
-DEVICE void run_unshared(const Params& p, const Neighbours& b, u32 shared, Halves& s, bool walked) {
+DEVICE void run_unshared(const Params& p, const Neighbours& b, u32 shared, Halves& s, bool walked, Meeting& meeting) {
     const Parts parts = parts_of(p, s.head.chunks, walked);
     if (s.part > parts.last()) return;
     if (threadIdx.x == 0) s.all = run_of(s.head, s.part, parts.begin(s.part), parts.begin(s.part + 1), 0);
     fence_async_proxy();  // reads and writes of what was there, before copies over it
-    meet_all<Kernel::kThreads>();
-    if (s.part == 0) return run<First, kComes>(p, b, shared, &s.all);
-    run<Kernel, kComes>(p, b, shared, &s.all);
+    meeting(threadIdx.x & 31);
+    if (s.part == 0) return run<First, kComes>(p, b, shared, &s.all, &meeting);
+    run<Kernel, kComes>(p, b, shared, &s.all, &meeting);
 }
 
 // Each CTA takes its half of the chunks of a head that is walked, if that is right: while consumers look for the seam
@@ -180,6 +181,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
     }
     __syncthreads();
 
+    Meeting meeting{shared_address(&s.met), 0};
     auto shares = [&]() {
         barrier_wait_together(told, 0);
         return __shfl_sync(kAllLanes, !s.idle && by_shares(s.part, load_shared(seams), load_shared(seams + 4)), 0);
@@ -208,8 +210,8 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
             chunks = w->chunks;
             base = speculated;
         }
-        if (walked) meet_all<C::kThreads>();  // all that was prepared is there
-        return run_unshared<Comes::kProducers>(p, b, shared, s, walked);
+        if (walked) meeting(lane);  // all that was prepared is there
+        return run_unshared<Comes::kProducers>(p, b, shared, s, walked, meeting);
     }
     if (walked) {
         const int seam = walk<KDA_BOUNDED, KDA_GATE_FLOAT>(p, s.head, s.begin, shared + kWalk, kWalkStride, landed);
@@ -229,7 +231,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
             leave();
         }
         for (int i = 0; i < speculated; i++) barrier_wait_together(shared + C::full + 8 * i, 0);
-        meet_all<C::kThreads>();
+        meeting(lane);
         if (thread == 0) {
             for (int i = 0; i < C::kStages; i++) {
                 barrier_end(shared + C::full + 8 * i);
@@ -240,7 +242,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
                 for (int i = 0; i < 2 * C::kGroups; i++) barrier_end(shared + C::handovers + 8 * i);
         }
     }
-    run_unshared<Comes::kOthers>(p, b, shared, s, walked);
+    run_unshared<Comes::kOthers>(p, b, shared, s, walked, meeting);
 }
 
 // A part of a segment, by a cluster (parts.cuh). Where all before it and all before its middle is forgotten, the two
@@ -254,6 +256,7 @@ DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
     const u32 rank = cluster_rank();
     if (threadIdx.x == 0) {
         barrier_init(shared_address(&share.told), 2);
+        Meeting::init(shared_address(&share.met), kThreads / 32);
         barrier_init_fence();
     }
     cluster_arrive();
