@@ -29,14 +29,14 @@ MOST_CHECKPOINT_BYTES = 1 << 28  # scratch that checkpoints within parts may tak
 
 # Microseconds on an H200 with the bounded gate (docs/kernels-cuda.md): what a launch costs at least, what going on to
 # the next head costs, and a chunk. Unbounded gates cost 1.1 times as much in every form, so the choice is the same.
-WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 14.0, 5.0, 1.13
-PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 14.0, 4.0, 0.605
+WHOLE_START_US, WHOLE_SWITCH_US, WHOLE_US = 13.0, 8.0, 1.02
+PAIR_START_US, PAIR_SWITCH_US, PAIR_US = 14.0, 4.0, 0.625
 # Parts, two launches: a chunk of a transition, a transition applied, bytes of outputs corrected in a microsecond, and a
 # checkpoint of a head for one of as many CTAs as there are multiprocessors.
-PARALLEL_START_US, TRANSITION_US, APPLY_US, CORRECT_BYTES_US, CHECKPOINT_US = 40.0, 1.02, 2.0, 3.4e6, 6.0
+PARALLEL_START_US, TRANSITION_US, APPLY_US, CORRECT_BYTES_US, CHECKPOINT_US = 38.0, 0.89, 2.0, 3.4e6, 6.0
 FIRST_PART = 1.5  # chunks of the first part for one of any other: csrc/parts.cuh
 # The same launches where all is forgotten, a chunk of a share, and the most chunks that it begins early.
-FORGETTING_START_US, SHARE_US, WARM_UP_CHUNKS = 46.0, 1.12, 5
+FORGETTING_START_US, SHARE_US, WARM_UP_CHUNKS = 38.0, 0.995, 5
 
 # What a neighbour adds to a chunk, where the form can take it on; and what one costs by itself: a launch, and the bytes
 # of its rows at the rate that they reach.
