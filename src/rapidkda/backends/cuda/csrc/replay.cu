@@ -372,18 +372,21 @@ DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, 
         const Words2 b = load_shared_words2(at + kMix), b_rest = load_shared_words2(at + kMixRest);
         multiply(result[tile], a, a_rest, b.x, b.y, b_rest.x, b_rest.y);
     }
+    // Of this lane's rows; opaque, so that no address of a store waits in a register for the products.
+    float* const records = p.records + opaque(r.slot * p.record_stride + t.token * p.record_position_stride +
+                                              head * kRecord + 256 + row);
+    u16* const out = p.out + opaque((r.tokens.first + t.token) * p.out_token_stride + head * p.out_head_stride + row);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int here = row + (i >> 1) * 8, column = 2 * c + (i & 1);
+        const int lower = (i >> 1) * 8, column = 2 * c + (i & 1);
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++) {
             const int token = (8 * tile + column) % kTokens;
             if (token >= t.tokens) continue;
             if (8 * tile + column < kTokens)
-                p.records[r.slot * p.record_stride + (t.token + token) * p.record_position_stride + head * kRecord +
-                          256 + here] = result[tile][i];
+                records[token * p.record_position_stride + lower] = result[tile][i];
             else
-                store_output(p, r.tokens.first + t.token + token, head, here, result[tile][i]);
+                out[token * p.out_token_stride + lower] = static_cast<u16>(pack_bf16(result[tile][i], 0.f));
         }
     }
 }
@@ -431,6 +434,7 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
         if (request.slot < 0) write_zeros(p, request, head, first_row, lane);
         if (request.turns == 0) continue;
         const i64 offset = request.slot * p.pool_stride + head * kMatrix;
+        const i64 own = opaque(offset + row * 128 + 4 * c);  // this lane's first; else each store has its own address
         const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
         Quad low[8], high[8];  // the state, once more than one turn needs it
         for (int index = 0; index < request.turns; index++) {
@@ -461,8 +465,8 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     fold_records(low[i], high[i], u, folds, i, g, c);
-                    Rows::store_vector(p, offset, row, 4 * i + c, low[i]);
-                    Rows::store_vector(p, offset, row + 8, 4 * i + c, high[i]);
+                    Rows::store_vector(p, own, 0, 4 * i, low[i]);
+                    Rows::store_vector(p, own, 8, 4 * i, high[i]);
                     multiply_operands(sums, low[i], high[i], tables, i, g, c);
                 }
             } else {
