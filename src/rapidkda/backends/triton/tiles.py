@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from . import launch
 from .blocks import trips
 
+
 @triton.jit
 def tile_count(length, C: tl.constexpr):
     """Tiles of a segment; none for an empty one."""
