@@ -29,7 +29,7 @@ MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bound
 MIN_PART_TILES = 4
 MAX_GRID = 65535  # programs along the second and third axis of a grid
 CUTS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 20, 25, 33)  # numbers of parts of the longest segment that are considered
-FIRST_EIGHTHS = (8, 10, 12, 14, 16)  # lengths of first parts that are considered, in eighths of the others
+FIRST_EIGHTHS = (8, 12)  # lengths of first parts that are considered, in eighths of the others: those that paid
 
 
 def _align(size: int) -> int:
@@ -118,10 +118,15 @@ class Costs:
     transitions: tuple[float, ...]  # the same without outputs
     launch: float
     compose: float  # latency of one link of the chain of parts
+    state: float = 0.0  # what a part and head's states and transition take, from and to memory
 
 
+# PORTABLE is a fit of the portable scan before its records changed and before first parts ran once, when `state` was
+# part of the other costs; SM90 one of the Gluon scan as it is.
 PORTABLE = Costs(together=(0.81, 1.27), transitions=(0.67, 1.05), launch=6.0, compose=4.2)
-SM90 = Costs(together=(0.631, 1.0, 1.331), transitions=(0.465, 0.835, 0.98), launch=6.9, compose=1.9)
+SM90 = Costs(
+    together=(0.644, 1.009, 1.253), transitions=(0.544, 0.627, 1.178), launch=4.755, compose=2.759, state=0.121
+)
 
 
 def cut(
@@ -150,7 +155,8 @@ def cut_of(
     """The cheapest cut of segments of `tiles` tiles each into at most `most` parts together, by the cost model."""
     counts = np.asarray(tiles)
     longest = int(counts.max())
-    best, best_cost = NO_CUT, predicted_whole(counts, value_heads, blocks, units, costs)
+    # Parts take scratch: not for less than the model can tell.
+    best, best_cost = NO_CUT, 0.97 * predicted_whole(counts, value_heads, blocks, units, costs)
     for wanted in CUTS:
         part_tiles = -(-longest // wanted)
         parts = np.maximum(-(-counts // part_tiles), 1)
@@ -158,7 +164,7 @@ def cut_of(
             continue
         for eighths in FIRST_EIGHTHS:
             cost = predicted(counts, parts, eighths, value_heads, blocks, units, costs)
-            if cost < 0.97 * best_cost:  # more parts take more scratch: not for less than the model can tell
+            if cost < best_cost:
                 count, middle = int(parts.sum()), int(np.maximum(parts - 2, 0).sum())
                 best, best_cost = Cut(count, part_tiles, count - len(parts), middle, eighths), cost
     return best
@@ -181,24 +187,22 @@ def predicted(
     """Microseconds of both passes and of what links them, over segments that are cut into `parts`."""
     ratio = first_eighths / 8
     lengths = tiles / (parts - 1 + ratio)
-    first = np.full(len(tiles), value_heads * blocks[0])
-    middle = value_heads * np.maximum(parts - 2, 0) * sum(blocks)
-    starting, others = int(first.sum()), int(middle.sum())
-    if starting + others <= 2 * units - starting:  # no first part shares its multiprocessor
-        ahead = max(
-            _pass(lengths * ratio, first, units, costs.launch, costs.together),
-            _pass(lengths, middle, units - starting, costs.launch, costs.transitions),
-        )
-    else:
-        share = starting / (starting + others)
-        mixed = tuple(share * a + (1 - share) * b for a, b in zip(costs.together, costs.transitions, strict=True))
-        rounds = (starting + others) / units
-        tile = mixed[min(math.ceil(rounds), len(mixed)) - 1]
-        # First parts start at once and are the longest; the others, round by round, fill what they leave.
-        work = float((lengths * (ratio * first + middle)).sum()) / units * mixed[-1] / len(mixed)
-        ahead = costs.launch + max(float(lengths.max()) * ratio * tile, work)
-    behind = _pass(lengths, value_heads * (parts - 1) * blocks[0], units, costs.launch, costs.together)
-    return ahead + behind + costs.launch + costs.compose * float(parts.max() - 2)
+    first, later = value_heads * blocks[0], value_heads * blocks[0] * (parts - 1)
+    middle = value_heads * sum(blocks) * np.maximum(parts - 2, 0)
+    # A first part shares a multiprocessor as soon as any programs must (so it was measured), as long as a middle part
+    # takes; its last tiles it has to itself.
+    longest, most = float(lengths.max()), len(costs.together)
+    rounds = float((lengths * (first + middle)).sum()) / longest / units
+    n = min(math.ceil(rounds), most)
+    beside = (costs.together[n - 1] + (n - 1) * costs.transitions[n - 1]) / n
+    starting = beside + (ratio - 1) * costs.together[0]
+    # Programs that find no place follow one by one as places fall free: the last turn is as long as it is full.
+    turns, rest = divmod(rounds, most)
+    last = float(np.interp(rest, range(most + 1), (0.0, *costs.transitions)))
+    ahead = costs.launch + longest * max(starting, turns * costs.transitions[-1] + last)
+    behind = _pass(lengths, later, units, costs.launch, costs.together)
+    links = costs.compose * float(parts.max() - 2) + costs.state * float((parts - 1).sum()) * value_heads
+    return ahead + behind + links
 
 
 def _pass(lengths: np.ndarray, programs: np.ndarray, units: int, launch: float, together: tuple[float, ...]) -> float:
