@@ -207,27 +207,29 @@ def test_parameters_are_packed_as_the_kernels_read_them() -> None:
         result = first(self, data, tables, *options)
         absent = [x is None for x in (*data, *tables)]
         known = launch.Compiled(kernels[-1], absent, len(self._rest))
-        packed.append((kernels[-1], known.offsets, known.pack(self._rest)))
+        assert known.direct
+        packed.append((kernels[-1], known.place(self._grid, self._rest)))
         return result
 
     with compiling("sm_90") as kernels, mock.patch.object(launch.Launch, "_first", recorded):
         launch_everything()
         BACKEND.prefill(calls.prefill([40], dtype=torch.float32, gate="bounded"))
-    assert {kernel.metadata.name for kernel, _, _ in packed} == KERNELS
-    for kernel, offsets, values in packed:
+    assert {kernel.metadata.name for kernel, _ in packed} == KERNELS
+    for kernel, placed in packed:
         entry = kernel.asm["ptx"].split(".entry")[1].split(")")[0]
         sizes = [{"u64": 8, "u32": 4, "f32": 4}[kind] for kind in re.findall(r"\.param \.(\w+) ", entry)]
-        assert offsets == tuple(8 * n for n in range(len(sizes)))
-        assert len(values) == 8 * len(sizes)
-        for offset, size in zip(offsets, sizes):
-            assert values[offset + size : offset + 8] == bytes(8 - size)
+        addresses, values = sizes[: placed.addresses], sizes[placed.addresses :]
+        assert addresses == [8] * placed.addresses
+        assert len(placed.values) == 8 * len(values)
+        for offset, size in zip(range(0, len(placed.values), 8), values):
+            assert placed.values[offset + size : offset + 8] == bytes(8 - size)
 
 
 def test_what_triton_alone_can_launch_is_left_to_it() -> None:
     with compiling("gfx942") as kernels:
         BACKEND.norm(calls.norm(5))
     types = list(kernels[0].src.signature.values())
-    assert not launch.Compiled(kernels[0], [False] * 4, len(types) - 4).offsets
+    assert not launch.Compiled(kernels[0], [False] * 4, len(types) - 4).direct
 
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
