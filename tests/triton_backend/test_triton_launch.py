@@ -163,7 +163,10 @@ def run(name: str, call: Any) -> None:
     getattr(BACKEND, name.split()[0])(call)
 
 
-@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 2, later=2, middle=1)], ids=["whole", "parts"])
+in_both_forms = pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 2, later=2, middle=1)], ids=["whole", "parts"])
+
+
+@in_both_forms
 @pytest.mark.parametrize("name", CALLS)
 def test_known_launches_are_those_of_triton(
     name: str, cut: plan.Cut, machine: Machine, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +181,7 @@ def test_known_launches_are_those_of_triton(
     assert machine.through_driver == machine.through_triton
 
 
-@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(3, 2)], ids=["whole", "parts"])
+@in_both_forms
 @pytest.mark.parametrize("name", CALLS)
 def test_launches_from_addresses_are_those_of_the_call(
     name: str, cut: plan.Cut, machine: Machine, monkeypatch: pytest.MonkeyPatch

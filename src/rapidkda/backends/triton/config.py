@@ -37,7 +37,7 @@ class Config:
     prepare_registers: int | None  # most of a thread: fewer let more programs run side by side
     scan_warps: int
     scan_registers: int | None  # the same of the scan: three programs of it in Gluon fit a multiprocessor
-    gluon: bool  # the scan in Gluon
+    gluon: bool  # preparation and scan in Gluon, where strides and addresses allow
     overlap: bool  # a kernel of the call starts while the one before it ends
     stages: int
     precision: str  # of float32 products
@@ -51,7 +51,7 @@ class Machine:
     shared: int  # bytes a program can have
     units: int  # multiprocessors or compute units
     precision: str
-    gluon: bool = False  # can it run the scan that is written in Gluon?
+    gluon: bool = False  # can it run the kernels that are written in Gluon?
 
     @staticmethod
     def of(device: Device, units: int) -> Machine:

@@ -103,9 +103,9 @@ class Prepared:
         )
         # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and addresses
         self._wide_values = all(stride % 16 == 0 for stride in tokens.v.stride()[:2])
-        self._steps = launch.Steps()
         keys = tokens.q, tokens.k, tokens.g
         self._wide_keys = all(stride % 16 == 0 for x in keys for stride in x.stride()[:2])
+        self._steps = launch.Steps()
         self._prepares: dict[bool, launch.Launch] = {}  # by language, as they are needed
         self._scans: dict[tuple[int, bool], launch.Launch] = {}  # by pass and language, as they are needed
 
@@ -115,8 +115,7 @@ class Prepared:
         workspace = _workspace(call, self.scratch_bytes)
         steps: list[launch.Step] = [(self._tiles, (workspace,), (segments.first_token, segments.length))]
         if tokens.count > 0:
-            keys = launch.inputs(tokens, values=False)
-            steps.append((self._prepare(call), (*keys, *[workspace] * 3), ()))
+            steps.append((self._prepare(call), (*launch.inputs(tokens, values=False), *[workspace] * 3), ()))
         chosen, other = self._whole(call, workspace), self._parts
         if self.cut.parts:
             chosen, other = self._parts(call, workspace), self._whole

@@ -46,6 +46,33 @@ DEVICE void write_zeros(const Params& p, const Work& w, int threads) {
     }
 }
 
+// All barriers between the roles, and how many arrivals each waits for (prepare.cuh). One thread.
+template <class C>
+DEVICE void init_barriers(u32 shared, u32 rank) {
+    for (int i = 0; i < C::kStages; i++) {
+        const bool from_peer = C::kCluster && (i & 1) != rank;
+        barrier_init(shared + C::full + 8 * i, from_peer ? 1 : !C::kConvolves + 2 * kWarpArrivals);
+        barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals * (C::kCluster ? 2 : 1));
+    }
+    for (int i = 0; i < C::kRawBarriers; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
+    if (KDA_EVERY_LANE_ARRIVES)
+        for (int i = 0; i < 2 * C::kGroups; i++) barrier_init(shared + C::handovers + 8 * i, 32);
+    if constexpr (C::kNorms)
+        for (int i = 0; i < C::kGroups; i++) barrier_init(shared + C::z_full + 8 * i, 1);
+}
+// They are done with: their memory may hold others.
+template <class C>
+DEVICE void end_barriers(u32 shared) {
+    static_assert(!C::kNorms);
+    for (int i = 0; i < C::kStages; i++) {
+        barrier_end(shared + C::full + 8 * i);
+        barrier_end(shared + C::empty + 8 * i);
+    }
+    for (int i = 0; i < C::kRawBarriers; i++) barrier_end(shared + C::raw_full + 8 * i);
+    if (KDA_EVERY_LANE_ARRIVES)
+        for (int i = 0; i < 2 * C::kGroups; i++) barrier_end(shared + C::handovers + 8 * i);
+}
+
 // Which warps come to `run`: where the roles part before it, those of one of them.
 enum class Comes { kAll, kProducers, kOthers };
 
@@ -81,16 +108,7 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part, Me
         return __shfl_sync(kAllLanes, w.padding ? kPadding : w.chunks, 0);
     };
     if (thread == 0) {
-        for (int i = 0; i < C::kStages; i++) {
-            const bool from_peer = C::kCluster && (i & 1) != rank;
-            barrier_init(shared + C::full + 8 * i, from_peer ? 1 : !C::kConvolves + 2 * kWarpArrivals);
-            barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals * (C::kCluster ? 2 : 1));
-        }
-        for (int i = 0; i < C::kRawBarriers; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
-        if (KDA_EVERY_LANE_ARRIVES)
-            for (int i = 0; i < 2 * C::kGroups; i++) barrier_init(shared + C::handovers + 8 * i, 32);
-        if constexpr (C::kNorms)
-            for (int i = 0; i < C::kGroups; i++) barrier_init(shared + C::z_full + 8 * i, 1);
+        init_barriers<C>(shared, rank);
         barrier_init_fence();
         fence_async_proxy();
     }
@@ -166,13 +184,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
     const int guess = min(s.begin, kSpeculated), speculated = s.idle ? 0 : min(guess + s.end - s.begin, kSpeculated);
     const u32 told = shared_address(&s.told), landed = shared_address(s.landed), seams = shared_address(s.seams);
     if (walked && thread == 0) {
-        for (int i = 0; i < C::kStages; i++) {
-            barrier_init(shared + C::full + 8 * i, 1 + 2 * kWarpArrivals);
-            barrier_init(shared + C::empty + 8 * i, C::kWarpgroups * 4 * kWarpArrivals);
-        }
-        for (int i = 0; i < C::kRawBarriers; i++) barrier_init(shared + C::raw_full + 8 * i, kWarpArrivals);
-        if (KDA_EVERY_LANE_ARRIVES)
-            for (int i = 0; i < 2 * C::kGroups; i++) barrier_init(shared + C::handovers + 8 * i, 32);
+        init_barriers<C>(shared, rank);
         for (int i = 0; i < Seam::batch; i++) barrier_init(landed + 8 * i, 1);
         barrier_init_fence();
         fence_async_proxy();
@@ -232,15 +244,7 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
         }
         for (int i = 0; i < speculated; i++) barrier_wait_together(shared + C::full + 8 * i, 0);
         meeting(lane);
-        if (thread == 0) {
-            for (int i = 0; i < C::kStages; i++) {
-                barrier_end(shared + C::full + 8 * i);
-                barrier_end(shared + C::empty + 8 * i);
-            }
-            for (int i = 0; i < C::kRawBarriers; i++) barrier_end(shared + C::raw_full + 8 * i);
-            if (KDA_EVERY_LANE_ARRIVES)
-                for (int i = 0; i < 2 * C::kGroups; i++) barrier_end(shared + C::handovers + 8 * i);
-        }
+        if (thread == 0) end_barriers<C>(shared);
     }
     run_unshared<Comes::kOthers>(p, b, shared, s, walked, meeting);
 }

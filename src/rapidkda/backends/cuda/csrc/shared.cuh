@@ -35,12 +35,6 @@ DEVICE void store_shared_words4(u32 a, Words4 v) {
     asm volatile("st.shared.v4.b32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 DEVICE void store_shared(u32 a, u32 v) { asm volatile("st.shared.b32 [%0],%1;" ::"r"(a), "r"(v)); }
-// To the same place in CTA `rank` of the cluster.
-DEVICE void store_remote(u32 a, u32 rank, u32 v) {
-    asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r,%0,%1; st.shared::cluster.b32 [r],%2;}" ::"r"(a), "r"(rank),
-                 "r"(v)
-                 : "memory");
-}
 DEVICE void store_shared_float(u32 a, float v) { store_shared(a, __float_as_uint(v)); }
 DEVICE void store_shared_pair(u32 a, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y));
