@@ -140,6 +140,9 @@ class Fla:
         if op == "verify":
             return "it has no verification"
         os.environ.setdefault("FLA_FLASH_KDA", "0")  # its own kernels, not a hand-over to FlashKDA
+        # It keeps what it derives from the last few segment tables; a table that it has lost is read on the host again,
+        # which no graph can capture. Enough of them for all input sets that take turns.
+        os.environ.setdefault("FLA_TENSOR_CACHE_SIZE", "64")
         try:
             importlib.import_module("fla.ops.kda")
         except Exception as error:  # an installed package that cannot be imported here is a missing peer too
