@@ -63,6 +63,19 @@ def test_checkpoints_are_records_of_three_ints(entries: list[Any]) -> None:
         Checkpoints.build(entries, 3)
 
 
+@pytest.mark.parametrize("host", [True, False], ids=["host", "device"])
+def test_checkpoints_rise_within_a_segment(host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAPIDKDA_CHECK", "1")
+    function, good = GOOD["prefill"]
+    sorted_table = Checkpoints.build([(0, 16, 2), (1, 32, 3), (1, 48, 0)], 2)
+    begin, offset, slot = (x.clone() for x in (sorted_table.begin, sorted_table.offset, sorted_table.slot))
+    offset[1:] = offset[1:].flip(0)
+    values = tuple(x.numpy().astype("int64") for x in (begin, offset, slot)) if host else None
+    arguments = good()
+    with pytest.raises(ValueError, match=r"checkpoints must have offsets that rise within a segment, got \[16, 48, 32\]"):
+        function(**arguments | {"checkpoints": Checkpoints(begin, offset, slot, values)})
+
+
 def test_checks_hold_without_asserts() -> None:
     tests = Path(__file__).parent
     command = [sys.executable, "-O", "-m", "bad_arguments"]

@@ -291,6 +291,28 @@ def test_checkpoints_of_every_form_are_the_states_of_prefixes(
         assert worst_state_error(exported[slot : slot + 1], cut.expected()[1]) <= bar("slow", torch.bfloat16).state
 
 
+def test_unsorted_checkpoints_that_only_the_device_knows_harm_nothing(form: str) -> None:
+    """The host refuses such a table where it sees it. Those behind the run may be missing; all else is as without."""
+    inputs = make_inputs(Shape("t", (96, 64), 2), "slow", dtype=torch.bfloat16, device=DEVICE, seed=7)
+    want, final = run(inputs)
+    table = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 3], [80, 16, 48], [0, 1, 2])]
+    exported, pool = torch.zeros_like(inputs.states[:1]).repeat(4, 1, 1, 1), inputs.states.clone()
+    rows = torch.full((160 + 96, *inputs.v.shape[1:]), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    ops.prefill(
+        *inputs.operands(),
+        **inputs.options(),
+        segments=inputs.segments,
+        state=pool,
+        slots=torch.arange(2, device=DEVICE),
+        checkpoints=Checkpoints(*table),
+        checkpoint_pool=exported,
+        out=rows[:160],
+        backend="cuda",
+    )
+    assert torch.equal(rows[:160], want) and bool((rows[160:] == 7.0).all())
+    assert torch.equal(pool, final)
+
+
 def test_a_cta_takes_one_head_after_another(form: str) -> None:
     """Many more heads and segments than multiprocessors; short, empty and padding ones among long ones."""
     lengths = tuple((97, 1, 0, 33, 16, 64, 200, 31)[n % 8] for n in range(40))

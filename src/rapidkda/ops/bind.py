@@ -401,6 +401,9 @@ def checkpoint_values(
         )
     if (offset % alignment).any() or (offset <= 0).any():
         raise ValueError(f"checkpoints must have offsets that are multiples of {alignment}, got {offset.tolist()}")
+    segment = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
+    if (np.diff(offset)[segment[1:] == segment[:-1]] < 0).any():
+        raise ValueError(f"checkpoints must have offsets that rise within a segment, got {offset.tolist()}")
     if len(slot) and (slot.min() < 0 or slot.max() >= rows):
         raise ValueError(f"checkpoints must name slots below {rows}, got {slot.tolist()}")
     if len(np.unique(slot)) != len(slot):

@@ -144,19 +144,20 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         cluster_arrive();  // the last state may go where the first one was: see below
     }
 
-    // The next checkpoint, and the chunk of this run that it follows, or -1.
+    // The next checkpoint, and the chunk of this run that it follows, or -1. Those behind the run are left out: a table
+    // that only the device knows need not be sorted.
     int checkpoint = 0, checkpoint_chunk = -1;
-    auto find_checkpoint = [&]() {
+    auto find_checkpoint = [&](int earliest) {
         const int end = min(p.checkpoint_begin[w.segment + 1], p.checkpoints);
         checkpoint_chunk = -1;
         for (; checkpoint < end && checkpoint_chunk < 0; checkpoint += checkpoint_chunk < 0) {
             const int chunk = p.checkpoint_offset[checkpoint] / kChunk - 1 - w.first_chunk;
-            checkpoint_chunk = chunk < warm_up ? -1 : chunk;
+            checkpoint_chunk = chunk < earliest ? -1 : chunk;
         }
     };
     if (p.checkpoint_begin) {
         checkpoint = max(p.checkpoint_begin[w.segment], 0);
-        find_checkpoint();
+        find_checkpoint(warm_up);
     }
 
     // Lane addresses: V fragment (transposed), the small matrices, this warp's output staging, its place in `out`.
@@ -380,7 +381,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
                 store_state(state, p.checkpoint_pool, slot * p.checkpoint_stride + head_offset(), row, column,
                             pool_layout(p, kCheckpointFloat), low_bf16(range.out()));
             checkpoint++;
-            find_checkpoint();
+            find_checkpoint(i - 1);
         }
     }
     if (!C::kNorms && n > warm_up) {
