@@ -226,6 +226,15 @@ def test_known_kinds_launch_what_new_ones_do(fake: Driver, draws: list[dict[str,
             assert not any(b"new" in b"".join(maps) for maps in kind.memo["cuda"]._maps.values())
 
 
+def test_an_output_that_kernels_cannot_address_is_written_by_way_of_a_copy() -> None:
+    def out(tokens: int, stride: int) -> torch.Tensor:
+        return torch.empty_strided((tokens, 2, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
+
+    assert not prefill._strided_rows(out(16, 256)) and not prefill._strided_rows(out(16, (1 << 27) - 8))
+    assert prefill._strided_rows(out(16, 260)) and prefill._strided_rows(out(16, 1 << 27))
+    assert not prefill._strided_rows(out(1, 1 << 30))
+
+
 def test_tensor_maps_that_are_kept_are_bounded(fake: Driver) -> None:
     given = arguments(PLAIN)
     for _ in range(3 * prefill._MOST_MAPS):

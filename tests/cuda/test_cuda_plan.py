@@ -89,6 +89,25 @@ def test_checkpoints_within_parts_have_a_bound(checkpoints: int, value_heads: in
     assert plan.parts > 1 or checkpoints > 0
 
 
+@given(checkpoints=st.integers(0, 300), value_heads=st.integers(1, 33), longest=st.integers(1, 4096))
+@settings(max_examples=100, deadline=None)
+def test_parts_fit_the_workspace_that_is_given(checkpoints: int, value_heads: int, longest: int) -> None:
+    tokens = longest * CHUNK
+    given_bytes = workspace_bytes(tokens, value_heads, H200_SMS)
+    sizes = (1, longest, longest, value_heads, H200_SMS)
+    plan = plan_prefill(*sizes, checkpoints=checkpoints, tokens=tokens, most_scratch=given_bytes)
+    assert Scratch(1, tokens, value_heads, plan.parts, checkpoints).bytes <= given_bytes
+    if checkpoints == 0:
+        assert plan == plan_prefill(*sizes)
+
+
+def test_one_checkpoint_costs_one_part_of_a_given_workspace() -> None:
+    sizes, tokens = (1, 1024, 1024, 16, H200_SMS), 16384
+    given_bytes = workspace_bytes(tokens, 16, H200_SMS)
+    assert plan_prefill(*sizes, checkpoints=1).parts == 4
+    assert plan_prefill(*sizes, checkpoints=1, tokens=tokens, most_scratch=given_bytes).parts == 3
+
+
 def test_a_plan_prints_every_alternative() -> None:
     text = str(planned("1x16384_h16"))
     assert text.startswith("parallel in 4 parts")

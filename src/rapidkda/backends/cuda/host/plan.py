@@ -86,6 +86,8 @@ def plan_prefill(
     fused: tuple[Neighbour, ...] = (),
     clusters: bool = True,
     checkpoints: int = 0,
+    tokens: int = 0,
+    most_scratch: int | None = None,
 ) -> Plan:
     """Choose the form for `segments` sequences of `value_heads` heads.
 
@@ -96,6 +98,8 @@ def plan_prefill(
         fused: neighbours that the form has to take on.
         clusters: whether a form of clusters may do so.
         checkpoints: states to export on the way, of every head.
+        tokens: rows of the call, which scratch is for.
+        most_scratch: bytes of it that there are, or None when it is allocated as needed.
     """
     chains = segments * value_heads
     sizes = (segments, value_heads, total_chunks, longest_chunks)
@@ -113,6 +117,8 @@ def plan_prefill(
     exported = checkpoints * value_heads
     most_parts = MAX_PARTS if exported * TRANSITION_BYTES <= MOST_CHECKPOINT_BYTES else 1
     for parts in range(2, min(most_parts, sms // (2 * chains)) + 1) if "parallel" in able else ():
+        if most_scratch is not None and Scratch(segments, tokens, value_heads, parts, checkpoints).bytes > most_scratch:
+            break
         each = 1 / (parts - 1 + FIRST_PART)  # of the chunks
         corrected = each * (parts - 1) * total_chunks * CHUNK * value_heads * CORRECTED_BYTES
         costs["parallel", parts] = (

@@ -28,6 +28,7 @@ CORRECT = KernelSource("correct.cu", "correct")
 HISTORY = KernelSource("history.cu", "history")
 _HISTORY_CHANNELS = 256  # of a block
 _MOST_MAPS = 64  # sets of tensor maps that a kind of call keeps
+_MOST_STRIDE = 1 << 27  # elements between rows of an output: kernels address the rows of a chunk in 32 bits
 
 # Where a call has the tensors whose addresses a launch needs: first those that are read through tensor maps, then the
 # others in the order of `params.ADDRESSES`.
@@ -83,7 +84,10 @@ def plan(call: PrefillCall, sms: int) -> Plan:
     """The form that the cost model chooses for a call. Neighbours are given where they are taken on: see fuse.py."""
     given: list[tuple[Neighbour, object]] = [("conv", call.conv), ("norm", call.norm)]
     fused = tuple([name for name, inputs in given if inputs is not None])
-    return plan_prefill(*sizes(call), sms, fused, clusters_convolve(call), _checkpoints(call))
+    workspace = None if call.workspace is None else call.workspace.shape[0]
+    return plan_prefill(
+        *sizes(call), sms, fused, clusters_convolve(call), _checkpoints(call), call.tokens.count, workspace
+    )
 
 
 def clusters_convolve(call: PrefillCall) -> bool:
@@ -358,8 +362,9 @@ def _maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
 
 
 def _strided_rows(out: Tensor) -> bool:
-    """The rows of an output cannot all start at multiples of 16 bytes."""
-    return any(extent > 1 and stride % 8 for extent, stride in zip(out.shape[:2], out.stride()[:2]))
+    """The rows of an output do not all start at multiples of 16 bytes, or lie too far apart."""
+    strides = [stride for extent, stride in zip(out.shape[:2], out.stride()[:2]) if extent > 1]
+    return any(stride % 8 for stride in strides) or max(strides, default=0) >= _MOST_STRIDE
 
 
 def _workers(chosen: Plan, device: int) -> int:
