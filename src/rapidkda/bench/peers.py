@@ -161,11 +161,13 @@ class Fla:
         special = {} if decode else {"safe_gate": inputs.lower_bound is not None, "cu_seqlens": ends}
         function = kda.fused_recurrent_kda if decode else kda.chunk_kda
 
-        results: list[Tensor] = []
+        results: list[Tensor] = []  # of the last call, or of the first one in a graph, which is the one that is checked
+        captured = False
 
         @torch.no_grad()
         def call() -> None:
-            results[:] = function(
+            nonlocal captured
+            made = function(
                 q=q,
                 k=k,
                 v=v,
@@ -182,6 +184,9 @@ class Fla:
                 **bounded,
                 **special,
             )[:2]
+            if not captured:
+                results[:] = made
+            captured = captured or torch.cuda.is_current_stream_capturing()
 
         return Bound(
             call,
