@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rapidkda import Segments
+from rapidkda.bench.timing import launches
 from rapidkda.testing import Inputs, activated
 
 from .cases import case
@@ -118,6 +119,26 @@ def replayed_graph_equals_eager(target: Target, operator: str) -> None:
     for n, (want, got) in enumerate(zip(eager, replayed, strict=True)):
         for one, two in zip(want, got, strict=True):
             same_bits(f"memory after step {n}", two, one)
+
+
+@case("B64")
+def a_captured_call_makes_no_tables(target: Target) -> None:
+    """A decode that brings no segments records what it launches, not what fills the table of its rows."""
+    gpu_only(target)
+    step = Step(target, "decode")
+    step.start_over()
+    step.refill(0)
+
+    def run() -> None:
+        target.decode(step.inputs, state=step.pool.view, slots=step.slots[:, 0], segments=None, out=step.out)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    eager, replayed = (launches(call, target.device) for call in (run, graph.replay))
+    if eager != replayed:
+        raise AssertionError(f"a replay runs {replayed} kernels, an eager call {eager}")
 
 
 @contextmanager
