@@ -361,8 +361,9 @@ def layer_arguments() -> dict[str, Any]:
     }
 
 
-def test_known_layers_launch_what_new_ones_do(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused neighbours: both parameters to the byte."""
+@pytest.fixture
+def layers(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Both parameters of what layers launch, whose neighbours are all fused."""
     seen: list[bytes] = []
 
     def launch(configuration_at: int, function: int, pointers_at: int, extra: None) -> int:
@@ -375,6 +376,12 @@ def test_known_layers_launch_what_new_ones_do(fake: Driver, monkeypatch: pytest.
     monkeypatch.setattr(tensor_map, "_encode", lambda *about: repr(about).encode().ljust(128)[:128])
     monkeypatch.setattr(fuse, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(fuse, "plan_neighbours", lambda *about: (("conv", "norm"), {}))
+    return seen
+
+
+def test_known_layers_launch_what_new_ones_do(layers: list[bytes]) -> None:
+    """To the byte."""
+    seen = layers
     calls = [layer_arguments() for _ in range(3)]
     wanted = []
     for call in calls:
@@ -390,6 +397,23 @@ def test_known_layers_launch_what_new_ones_do(fake: Driver, monkeypatch: pytest.
         assert seen == wanted[n]
     (kind,) = kinds._known.values()
     assert kind.again is not None
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_weights_off_their_alignment_are_copied(layers: list[bytes], known: bool) -> None:
+    """The kernel reads the four of a channel at once. Copies are never taken for the caller's tensor."""
+    call = layer_arguments()
+    if known:
+        rapidkda.prefill_layer(**call)
+    for past in (1, 2, 3, 0):
+        call["conv_weight"] = tensor(3 * HEADS * 128, 4, dtype=torch.float32, past=past)
+        assert call["conv_weight"].data_ptr() % 16 == 4 * past
+        layers.clear()
+        rapidkda.prefill_layer(**call)
+        addresses = [struct.unpack_from("<7Q", one, neighbours.MAPS_AT + 512)[1] for one in layers]
+        assert len(addresses) == 2
+        assert not any(address % 16 for address in addresses)
+        assert (set(addresses) == {call["conv_weight"].data_ptr()}) == (past == 0)
 
 
 def test_a_failed_launch_is_told_by_the_name_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

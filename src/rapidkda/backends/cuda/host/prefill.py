@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .... import env
-from ....problem import PrefillCall, Repeat
+from ....problem import FusedConv, PrefillCall, Repeat
 from ....segments import Segments
 from ...driver import Launches, Shape
 from .. import compiler
@@ -153,7 +153,7 @@ class Prepared:
     def run(self, call: PrefillCall) -> None:
         """Launch a call of this kind on the current stream of its device, the current one."""
         given, in_place = call, self._dense_rows and self._dense_tables
-        if not in_place or call.out.data_ptr() % ALIGNMENT:
+        if not in_place or call.out.data_ptr() % ALIGNMENT or _misplaced(call.conv):
             call = self._dense(call)
         tensors = self._tensors(call)
         addresses = tuple(map(_address, tensors))
@@ -168,8 +168,10 @@ class Prepared:
         self._start(launches, maps, addresses)
         if call.out is not given.out:
             given.out.copy_(call.out)
-        elif in_place:
-            call.repeat = Repeat(tensors, self.launch, (call.out, *[pool for pool in _pools(call) if pool is not None]))
+        elif call is given:
+            weights = () if call.conv is None else (call.conv.weight,)
+            pools = [pool for pool in _pools(call) if pool is not None]
+            call.repeat = Repeat(tensors, self.launch, (call.out, *pools, *weights))
 
     def launch(self, addresses: tuple[int, ...]) -> bool:
         """Launch a call that nothing has to be copied for from its addresses; False where it is not known to be one."""
@@ -193,7 +195,9 @@ class Prepared:
 
     def _dense(self, call: PrefillCall) -> PrefillCall:
         """The same call on copies of what the kernels cannot address."""
-        out, segments, checkpoints = call.out, call.segments, call.checkpoints
+        out, segments, checkpoints, conv = call.out, call.segments, call.checkpoints, call.conv
+        if conv is not None and _misplaced(conv):
+            conv = replace(conv, weight=conv.weight.clone())  # dense: see fuse.py
         if not self._dense_rows or out.data_ptr() % ALIGNMENT:
             out = out.clone(memory_format=torch.contiguous_format)  # with the rows that no segment covers
         if not self._dense_tables:
@@ -207,7 +211,7 @@ class Prepared:
                     offset=checkpoints.offset.contiguous(),
                     slot=checkpoints.slot.contiguous(),
                 )
-        return replace(call, out=out, segments=segments, checkpoints=checkpoints)
+        return replace(call, out=out, segments=segments, checkpoints=checkpoints, conv=conv)
 
     def _make_maps(self, call: PrefillCall, addresses: tuple[int, ...], keep: list[Tensor]) -> tuple[bytes, ...]:
         """The tensor maps, those of neighbours first, kept by the addresses that they were made for unless those are of
@@ -359,6 +363,11 @@ def _maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
         + tensor_map(tokens.v, 1, keep)  # its halves may go to different CTAs
         + tensor_map(tokens.g, gate_blocks, keep)
     )
+
+
+def _misplaced(conv: FusedConv | None) -> bool:
+    """The weights of a convolution do not lie where the kernel reads a channel's four at once."""
+    return conv is not None and conv.weight.data_ptr() % ALIGNMENT != 0
 
 
 def _strided_rows(out: Tensor) -> bool:
