@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+import sys
+import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("cuda.core")
 
@@ -92,3 +97,39 @@ def test_every_kernel_compiles_ahead_of_time_once(tmp_path: Path, monkeypatch: p
     assert len(list((tmp_path / "cuda").glob("*.cubin"))) == len(everything)
     assert CORRECT in kernels()
     shutil.rmtree(tmp_path / "cuda")
+
+
+def test_threads_that_ask_for_a_kernel_at_once_get_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches keep its function only: with a second copy, the first would be unloaded under them."""
+    libraries: list[object] = []
+    info = ctypes.create_string_buffer(12)
+
+    def library(code: bytes) -> SimpleNamespace:
+        libraries.append(code)
+        number = len(libraries)
+        return SimpleNamespace(handle=number, get_kernel=lambda entry: SimpleNamespace(handle=number))
+
+    core, bindings = ModuleType("cuda.core"), ModuleType("cuda.bindings")
+    core.ObjectCode = SimpleNamespace(from_cubin=library)  # type: ignore[attr-defined]
+    bindings.driver = SimpleNamespace(  # type: ignore[attr-defined]
+        cuLibraryGetGlobal=lambda handle, name: (0, ctypes.addressof(info), 12),
+        cuMemcpyDtoH=lambda to, address, size: (0, None),
+        cuKernelGetFunction=lambda handle: (0, 1000 + handle),
+        CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0),
+        cuFuncSetAttribute=lambda *arguments: (0, None),
+    )
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(compiler, "compiled", lambda kernel: b"")
+    monkeypatch.setattr(compiler, "_loaded", {})
+    meeting = threading.Barrier(2, timeout=60)  # nothing is loaded before both have asked
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: meeting.wait())
+    kernel = KernelSource("small.cu", "for_threads")
+    got: list[compiler.LoadedKernel] = []
+    threads = [threading.Thread(target=lambda: got.append(compiler.load(kernel, 0))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(libraries) == 1
+    assert got[0] is got[1] is compiler.load(kernel, 0)

@@ -33,6 +33,7 @@ _OPTIONS = ("std=c++17",)
 
 _lock = threading.RLock()
 _compilations = 0
+_loaded: dict[tuple[KernelSource, int], LoadedKernel] = {}  # by kernel and device
 
 
 @dataclass(frozen=True)
@@ -147,26 +148,39 @@ def _write(path: Path, code: bytes) -> None:
         raise
 
 
-@functools.cache
 def load(kernel: KernelSource, device: int) -> LoadedKernel:
-    """A kernel on the device of that ordinal, the current one. The first call synchronises: it cannot be captured."""
+    """A kernel on the device of that ordinal, the current one. The first call synchronises: it cannot be captured.
+
+    One that was loaded stays loaded, since launches hold its function alone: of threads that ask for it at once, the
+    first loads it for all.
+    """
+    found = _loaded.get((kernel, device))
+    if found is not None:
+        return found
+    torch.cuda.synchronize(device)  # where nothing has been allocated yet, this makes the context
+    with _lock:
+        found = _loaded.get((kernel, device))
+        if found is None:
+            found = _loaded[kernel, device] = _load(kernel)
+        return found
+
+
+def _load(kernel: KernelSource) -> LoadedKernel:
     from cuda.bindings import driver
     from cuda.core import ObjectCode
 
-    torch.cuda.synchronize(device)  # where nothing has been allocated yet, this makes the context
-    with _lock:
-        library = ObjectCode.from_cubin(compiled(kernel))
-        handle = library.get_kernel(kernel.entry).handle
-        info = (ctypes.c_int * 3)()
-        address, size = check(driver.cuLibraryGetGlobal(library.handle, b"launch_info"))
-        if size != ctypes.sizeof(info):
-            raise CompilationError(f"{kernel} has a launch_info of {size} bytes, expected {ctypes.sizeof(info)}")
-        check(driver.cuMemcpyDtoH(ctypes.addressof(info), address, size))
-        threads, shared_bytes, cluster = info
-        function = check(driver.cuKernelGetFunction(handle))  # of the current context
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        return LoadedKernel(int(function), threads, shared_bytes, cluster, library)
+    library = ObjectCode.from_cubin(compiled(kernel))
+    handle = library.get_kernel(kernel.entry).handle
+    info = (ctypes.c_int * 3)()
+    address, size = check(driver.cuLibraryGetGlobal(library.handle, b"launch_info"))
+    if size != ctypes.sizeof(info):
+        raise CompilationError(f"{kernel} has a launch_info of {size} bytes, expected {ctypes.sizeof(info)}")
+    check(driver.cuMemcpyDtoH(ctypes.addressof(info), address, size))
+    threads, shared_bytes, cluster = info
+    function = check(driver.cuKernelGetFunction(handle))  # of the current context
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return LoadedKernel(int(function), threads, shared_bytes, cluster, library)
 
 
 def check(result: tuple[Any, ...]) -> Any:
