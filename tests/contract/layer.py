@@ -244,6 +244,29 @@ def checkpoints_of_a_layer(target: Target) -> None:
 
 
 @case("B86", slow_when_interpreted=True)
+def checkpoints_without_pools(target: Target) -> None:
+    """Nothing but what is exported outlives the call: states and histories all the same."""
+    layer, short = Layer(target, fresh=range(len(LENS))), Layer(target, fresh=range(len(LENS)))
+    begins = {"state": None, "slots": None, "has_initial_state": None, "conv_state": None}
+    entries = [(0, 48, 0), (0, 96, 3), (18, 64, 2)]
+    layer.run(
+        checkpoints=Checkpoints.build(entries, len(LENS), target.device),
+        checkpoint_pool=layer.states.view,
+        conv_checkpoint_pool=layer.windows.view,
+        **begins,
+    )
+    for n, at, row in entries:
+        lens = [at if i == n else count for i, count in enumerate(LENS)]
+        short.run(segments=Segments.from_lengths(lens, target.device, short.first))
+        same_bits(f"state of {n} after {at}", layer.states.view[row], short.states.view[short.slots[n]])
+        end = layer.first[n] + at
+        same_bits(f"window of {n} after {at}", layer.windows.window(row)[: WIDTH - 1], layer.x[end - WIDTH + 1 : end])
+    rows = [row for *_, row in entries]
+    layer.states.unchanged(rows)
+    layer.windows.unchanged(rows)
+
+
+@case("B86", slow_when_interpreted=True)
 def fused_or_not(target: Target) -> None:
     """What a backend takes on changes nothing but rounding."""
     one, two = Layer(target), Layer(target)

@@ -14,8 +14,10 @@ extern "C" __global__ void __launch_bounds__(256)
     const int n = blockIdx.y, channel = blockIdx.x * 256 + threadIdx.x;
     const int first = min(max(p.first_token[n], 0), p.tokens), length = min(max(p.length[n], 0), p.tokens - first);
     const int from = b.conv_pool ? history_slot(p, b, n) : 0;
-    const int to = table_slot(p.write_slots, p.write_stride, p.flags & kWriteSlots64, n, p.pad_slot,
-                              b.conv_pool ? b.conv_rows : p.final_rows);
+    // Without any pool no segment is padding, and histories are exported all the same.
+    const int to = b.conv_pool || p.final_ ? table_slot(p.write_slots, p.write_stride, p.flags & kWriteSlots64, n,
+                                                        p.pad_slot, b.conv_pool ? b.conv_rows : p.final_rows)
+                                           : 0;
     if (channel >= conv_channels(p) || from < 0 || to < 0) return;
     const u16* x = b.conv_x + first * b.conv_x_stride + channel;
     if (b.conv_pool) {
