@@ -163,6 +163,19 @@ def layer_of_every_length(target: Target, gates: str, neighbours: str) -> None:
     layer.check(**which)
 
 
+@case("B86", slow_when_interpreted=True, fresh=((), (0, 3)))
+def layer_without_tokens(target: Target, fresh: tuple[int, ...]) -> None:
+    """Empty segments alone: states and windows pass through, or become zero."""
+    layer = Layer(target, [0] * 20, fresh=fresh)
+    layer.first = [0] * 20
+    layer.segments = Segments.from_lengths(layer.lens, target.device)
+    layer.x, layer.g, layer.beta, layer.z, layer.out = (
+        x[:0] for x in (layer.x, layer.g, layer.beta, layer.z, layer.out)
+    )
+    layer.run()
+    layer.check()
+
+
 @case("B86", slow_when_interpreted=True, lens=((70, 33, 1), (400,)))
 def layer_of_few_chains(target: Target, lens: tuple[int, ...]) -> None:
     """Too few to fill a device with."""

@@ -27,6 +27,7 @@ HEADS = 2
 LENGTHS = ([40, 24], [24, 40], [64], [32, 32], [16, 16, 16, 16], [24, 16, 24])
 
 PLANS = {
+    0: Plan("whole", 1, 0.0, ()),
     16: Plan("whole", 1, 0.0, ()),
     24: Plan("pair", 1, 0.0, ()),
     32: Plan("parallel", 2, 0.0, ()),
@@ -414,6 +415,22 @@ def test_weights_off_their_alignment_are_copied(layers: list[bytes], known: bool
         assert len(addresses) == 2
         assert not any(address % 16 for address in addresses)
         assert (set(addresses) == {call["conv_weight"].data_ptr()}) == (past == 0)
+
+
+def test_a_layer_without_tokens_is_launched(layers: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No map can be made of no tokens; the histories and states of empty segments may become zero all the same."""
+
+    def encode(address: int, shape: torch.Size, *about: Any) -> bytes:
+        raise RuntimeError(f"CUDA driver call failed: {list(shape)}")
+
+    monkeypatch.setattr(tensor_map, "_encode", encode)
+    full = layer_arguments()
+    call = full | {name: full[name][:0] for name in ("x", "g", "beta", "z", "out")}
+    for _ in range(2):  # of a new kind, of a known one
+        layers.clear()
+        rapidkda.prefill_layer(**call | {"segments": Segments.from_lengths([0, 0])})
+        assert len(layers) == 2
+        assert not any(one[neighbours.MAPS_AT : neighbours.MAPS_AT + 512].strip(b"\0") for one in layers)
 
 
 def test_a_failed_launch_is_told_by_the_name_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

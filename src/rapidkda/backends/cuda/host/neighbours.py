@@ -72,6 +72,8 @@ def pack(call: PrefillCall) -> bytes:
 def maps(call: PrefillCall, keep: list[Tensor]) -> bytes:
     """The four tensor maps; what a kernel does not read stays 0."""
     tokens = call.tokens
+    if tokens.count == 0:
+        return b""
     before = [b""] if call.conv is None else [tensor_map(x, 2, keep, 3) for x in (tokens.q, tokens.k, tokens.v)]
     return b"".join(before).ljust(384, b"\0") + (b"" if call.norm is None else tensor_map(call.norm.z, 2, keep))
 
