@@ -115,7 +115,8 @@ class FusedConv:
 
 @dataclass(slots=True, eq=False)
 class FusedNorm:
-    """The gated norm behind a prefill, done by it, for the rows of its segments; see `NormCall`."""
+    """The gated norm behind a prefill, done by it, for the rows of its segments; see `NormCall`. The rows of padding
+    segments are zero whatever z holds."""
 
     z: Tensor  # [T, HV, V]
     weight: Tensor  # [V]
@@ -243,7 +244,10 @@ class ConvCall:
 
 @dataclass(slots=True, eq=False)
 class NormCall:
-    """out = rms_norm(x) * weight * activation(z), per head, of every token, or of those of the segments."""
+    """out = rms_norm(x) * weight * activation(z), per head, of every token, or of those of the segments.
+
+    Rows of x that are zero, as a padding segment's are, give zeros whatever z holds.
+    """
 
     x: Tensor  # [T, H, D], last dimension dense
     z: Tensor  # [T, H, D], last dimension dense

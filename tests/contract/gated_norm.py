@@ -8,7 +8,7 @@ from rapidkda import Segments, reference
 from rapidkda.testing import relative_error
 
 from .cases import case
-from .guards import same_bits, within
+from .guards import all_zero, fail, same_bits, within
 from .target import Target
 
 
@@ -59,6 +59,22 @@ def norm_in_place(target: Target) -> None:
     want = target.norm(x, z, weight)
     target.norm(x, z, weight, out=x)
     same_bits("out in the memory of x", x, want)
+
+
+@case("B85", activation=("sigmoid", "silu"))
+def norm_of_zero_rows(target: Target, activation: str) -> None:
+    """Padding rows come as zeros and stay zeros, whatever their gates hold; other rows keep their NaNs."""
+    x, z, weight = target.normal(8, 2, 128), target.normal(8, 2, 128, seed=1), target.normal(128, seed=2)
+    want = target.norm(x, z, weight, activation=activation)
+    x[2], x[5, 0], x[6, 1, 7] = 0.0, 0.0, float("nan")
+    z[2], z[5, 0], z[3, 1, 9] = float("nan"), float("-inf"), float("nan")
+    target.norm(x, z, weight, activation=activation, out=x)
+    for rows in (x[2], x[5, 0]):
+        all_zero("rows that were zero", rows)
+    for row, head, column in ((6, 1, 7), (3, 1, 9)):
+        if not bool(torch.isnan(x[row, head, column])):
+            fail("a NaN of a row that is not zero was lost")
+    same_bits("other rows", x[[0, 1, 4, 7]], want[[0, 1, 4, 7]])
 
 
 @case("B85")

@@ -204,13 +204,16 @@ def gates_and_strides(target: Target, activation: str, gate_dtype: torch.dtype |
     layer.check(activation=activation)
 
 
-@case("B86", slow_when_interpreted=True)
-def padding_rows_of_a_layer(target: Target) -> None:
-    """A segment without a slot leaves zeros and touches no pool."""
+@case("B86", slow_when_interpreted=True, fuse=(True, False))
+def padding_rows_of_a_layer(target: Target, fuse: bool) -> None:
+    """A segment without a slot leaves zeros and touches no pool, whatever a step before left in its rows."""
     layer = Layer(target)
     slots = list(layer.slots)
     slots[2] = slots[9] = -1
-    layer.run(slots=target.index(slots))
+    for n in (2, 9):
+        for x in (layer.x, layer.g, layer.beta, layer.z):
+            x[layer.first[n] : layer.first[n] + LENS[n]] = float("nan")
+    layer.run(slots=target.index(slots), fuse=fuse)
     for n in (2, 9):
         all_zero(f"outputs of padding {n}", layer.out[layer.first[n] : layer.first[n] + LENS[n], :, :DIM])
     layer.states.unchanged([slot for slot in slots if slot >= 0])

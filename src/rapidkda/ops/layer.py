@@ -80,7 +80,7 @@ def prefill_layer(
         backend: of the prefill; neighbour_backend: of a neighbour that runs by itself, as in `causal_conv`.
 
     Returns:
-        `out`; rows that no segment covers are left alone.
+        `out`; rows that no segment covers are left alone, those of padding segments are zero.
 
     Raises what the three operators raise, under the names of these arguments, before anything is written.
     """

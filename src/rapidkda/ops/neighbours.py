@@ -236,7 +236,8 @@ def gated_rms_norm(
     """Per-head RMSNorm with an output gate: x * rsqrt(mean x^2 + eps) * weight * activation(z).
 
     Args:
-        x, z: [T, H, D], bfloat16, float16 or float32, last dimension dense.
+        x, z: [T, H, D], bfloat16, float16 or float32, last dimension dense. A row [D] of x that is zero, as those of
+            padding rows are, gives zeros whatever z holds there.
         weight: [D], any of those dtypes.
         eps: added under the root, positive.
         activation: "sigmoid" (KDA) or "silu".

@@ -27,4 +27,6 @@ def norm(call: NormCall) -> None:
     for first, last in [(0, tokens)] if call.segments is None else spans(*call.segments.host_values()):
         for start in range(first, last, size):
             here = slice(start, min(start + size, last))
-            call.out[here].copy_(gated_norm(call.x[here], call.z[here], call.weight, call.eps, call.activation))
+            x = call.x[here]
+            y = gated_norm(x, call.z[here], call.weight, call.eps, call.activation)
+            call.out[here].copy_(y.masked_fill_((x == 0).all(-1, keepdim=True), 0.0))

@@ -33,10 +33,12 @@ def norm_kernel(
     x = tl.load(p_x + (token * x_t + head * x_h)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     z = tl.load(p_z + (token * z_t + head * z_h)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(p_weight + column * weight_s, mask=column < D, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * weight[None, :]
+    squares = tl.sum(x * x, 1)
+    y = x * tl.rsqrt(squares / D + eps)[:, None] * weight[None, :]
     gate = sigmoid(z)
     if SILU:
         gate = gate * z
+    gate = tl.where((squares == 0)[:, None], 0.0, gate)  # a row of zeros stays one, whatever z holds there
     tl.store(
         p_out + (token * o_t + head * o_h)[:, None] + column[None, :],
         narrow(y * gate, p_out.dtype.element_ty),
