@@ -313,6 +313,35 @@ def test_decode_has_the_same_kind_of_knob(op: str, monkeypatch: pytest.MonkeyPat
         calls[op]()
 
 
+def test_a_layer_resolves_its_neighbours_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm comes after the prefill; the environment may have changed since a call of the kind."""
+    x, z, state = torch.ones(2, 96), torch.zeros(2, 2, 16), torch.zeros(3, 2, 16, 16)
+    given = {
+        "g": z,
+        "beta": z[..., 0],
+        "z": z,
+        "norm_weight": z[0, 0],
+        "segments": rapidkda.Segments.equal(2, 1),
+        "state": state,
+        "slots": torch.tensor([1, 2]),
+        "lower_bound": -1.0,
+        "backend": "torch",
+    }
+    for name, error in (("flashkda", BackendUnavailable), ("fastest", ValueError)):
+        kinds.forget()
+        for known in (False, True):
+            before = state.clone()
+            with pytest.raises(error, match="neighbour_backend"):
+                rapidkda.prefill_layer(x, **given, neighbour_backend=name)
+            with monkeypatch.context() as patch:
+                patch.setenv("RAPIDKDA_DECODE_BACKEND", name)
+                with pytest.raises(error, match="RAPIDKDA_DECODE_BACKEND"):
+                    rapidkda.prefill_layer(x, **given)
+            assert torch.equal(state, before), known
+            rapidkda.prefill_layer(x, **given)
+            assert not torch.equal(state, before)
+
+
 def test_a_verification_says_how_its_drafts_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Request] = []
     torch_backend = dispatch.load("torch")

@@ -137,9 +137,13 @@ def resolve(request: Request, backend: str = AUTO, source: str = "auto") -> Choi
 
 
 @functools.lru_cache(maxsize=4096)
-def resolve_cached(request: Request, backend: str, variable: str) -> Choice:
-    """`resolve` for the functional operators: one lookup a call once a kind of request has been seen."""
-    choice = resolve(request, backend, "argument backend" if variable == "" else f"environment variable {variable}")
+def resolve_cached(request: Request, backend: str, variable: str, argument: str = "backend") -> Choice:
+    """`resolve` for the functional operators: one lookup a call once a kind of request has been seen.
+
+    `variable`: the environment variable that names the backend; empty: an argument does, or nothing.
+    """
+    source = f"argument {argument}" if variable == "" else f"environment variable {variable}"
+    choice = resolve(request, backend, source)
     log.debug("%s on %s: %s", request.op, request.device, choice)
     return choice
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rapidkda.errors import BackendUnavailable
+
 from .registry import HV, bad, bad_set, every_second, meta
 
 OP = "prefill_layer"
@@ -20,6 +22,9 @@ bad(OP, "heads", "none_that_divides", 3)
 bad(OP, "heads", "zero", 0)
 bad(OP, "heads", "a_float", 2.0, TypeError)
 bad(OP, "fuse", "an_int", 1, TypeError)
+bad(OP, "neighbour_backend", "unknown", "fastest")
+bad(OP, "neighbour_backend", "an_int", 3, TypeError)
+bad(OP, "neighbour_backend", "that_cannot", "flashkda", BackendUnavailable)
 bad(OP, "slots", "one_short", lambda x: x[:-1])
 bad(OP, "state", "other_heads", lambda x: x[:, : HV - 1])
 bad(OP, "conv_weight", "other_channels", lambda x: x[:-1])
@@ -43,3 +48,7 @@ bad(OP, "channels_last", "of_a_channels_first_pool", True, named="conv_state")
 bad_set(OP, "counts_without_a_convolution", "accepted",
         dict.fromkeys(("conv_weight", "conv_state", "conv_out", "conv_checkpoint_pool"))
         | {"accepted": torch.tensor([1, 1])})  # fmt: skip
+for name, error in (("fastest", ValueError), ("flashkda", BackendUnavailable)):
+    bad_set(OP, f"{name}_for_a_norm_alone", "neighbour_backend",
+            dict.fromkeys(("conv_weight", "conv_state", "conv_out", "conv_checkpoint_pool"))
+            | {"neighbour_backend": name}, error)  # fmt: skip

@@ -417,6 +417,19 @@ def test_weights_off_their_alignment_are_copied(layers: list[bytes], known: bool
         assert (set(addresses) == {call["conv_weight"].data_ptr()}) == (past == 0)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_fused_layers_check_the_name_of_a_backend_that_they_do_not_need(layers: list[bytes], known: bool) -> None:
+    call = layer_arguments()
+    if known:
+        rapidkda.prefill_layer(**call)
+    layers.clear()
+    with pytest.raises(ValueError, match=r"neighbour_backend must be one of .* got 'fastest'"):
+        rapidkda.prefill_layer(**call, neighbour_backend="fastest")
+    assert not layers
+    rapidkda.prefill_layer(**call, neighbour_backend="triton")
+    assert len(layers) == 2
+
+
 def test_a_layer_without_tokens_is_launched(layers: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """No map can be made of no tokens; the histories and states of empty segments may become zero all the same."""
 

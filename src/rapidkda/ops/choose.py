@@ -54,12 +54,13 @@ def _variable(op: Op) -> str:
     return env.PREFILL_BACKEND if op == "prefill" else env.DECODE_BACKEND
 
 
-def resolved(request: Request, backend: BackendLike, variable: str) -> Backend:
-    """The backend for a request; `variable` is the environment variable that stands in for a missing name."""
+def resolved(request: Request, backend: BackendLike, variable: str, argument: str = "backend") -> Backend:
+    """The backend for a request; `variable` is the environment variable that stands in for a missing name, `argument`
+    what the caller knows `backend` by."""
     if isinstance(backend, Choice):  # still asked whether it can, once a kind of request: a choice is no promise
-        return resolve_cached(request, backend.name, "").backend
+        return resolve_cached(request, backend.name, "", argument).backend
     if backend is not None:
-        return resolve_cached(request, check_name(backend, "backend"), "").backend
+        return resolve_cached(request, check_name(backend, argument), "", argument).backend
     wanted = env.backend_name(variable)
     if wanted is None:
         return resolve_cached(request, AUTO, "").backend

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from .. import checks, env
 from ..backends.base import Backend, FusingBackend
+from ..dispatch import Choice, check_name
 from ..problem import FusedConv, FusedNorm, PrefillCall
 from ..segments import Checkpoints, Segments
 from . import bind, kinds
 from .choose import BackendLike, choose, workspace_needed
-from .neighbours import causal_conv, check_conv, check_norm, gated_rms_norm
+from .neighbours import causal_conv, check_conv, check_norm, conv_backend, gated_rms_norm, norm_backend
 from .steps import check_prefill
 
 
@@ -101,6 +102,7 @@ def prefill_layer(
         (
             *(*options, heads, norm_eps, norm_activation, channels_last, state_v_first, pad_slot, fuse),
             *within,
+            neighbour_backend.name if isinstance(neighbour_backend, Choice) else neighbour_backend,
         ),
     )
     known = kind is not None
@@ -193,7 +195,10 @@ def prefill_layer(
         call.norm = FusedNorm(z, norm_weight, float(norm_eps), norm_activation)
     if not known:
         layer.alone = _alone(kind.backend, call, checks.boolean("fuse", fuse))
+        layer.resolve(call, neighbour_backend)
         kind = kinds.keep(key, kind)
+    elif layer.alone and neighbour_backend is None and env.backend_name(env.DECODE_BACKEND) != layer.named:
+        layer.resolve(call, None)
     call.memo = kind.memo
     if "conv" in layer.alone and conv_weight is not None:
         mixed = causal_conv(
@@ -236,10 +241,28 @@ def prefill_layer(
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """What layer calls of a kind share: H, K, HV, V, and which neighbours run by themselves, with the reasons."""
+    """What layer calls of a kind share.
+
+    Attributes:
+        parts: H, K, HV, V.
+        alone: which neighbours run by themselves, with the reasons.
+        named: the backend of those that the environment named when it was last found that they can run.
+    """
 
     parts: tuple[int, int, int, int]
     alone: dict[str, list[str]] = field(default_factory=dict)
+    named: str | None = None
+
+    def resolve(self, call: PrefillCall, backend: BackendLike) -> None:
+        """Make sure that what runs by itself can, before the first launch of a call writes states."""
+        name = "neighbour_backend"
+        if backend is not None and not isinstance(backend, Choice):
+            check_name(backend, name)
+        if "conv" in self.alone and call.conv is not None:
+            conv_backend(call.conv.x, call.conv.pool, backend, name)
+        if "norm" in self.alone and call.norm is not None:
+            norm_backend(call.out, backend, name)
+        self.named = env.backend_name(env.DECODE_BACKEND)
 
 
 def _parts(x: Any, g: Any, heads: Any) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from .. import checks, env
-from ..backends.base import Request
+from ..backends.base import Backend, Request
 from ..device import Device
 from ..problem import ConvCall, NormCall
 from ..segments import Checkpoints, Segments
@@ -91,6 +91,12 @@ def check_conv(
     return segments, pad_slot, has_initial_state, checkpoints
 
 
+def conv_backend(x: Tensor, state: Tensor | None, backend: BackendLike, argument: str = "backend") -> Backend:
+    """The backend for a convolution; `argument`: what the caller knows `backend` by."""
+    request = Request("conv", Device.of(x.device), x.dtype, state_dtype=x.dtype if state is None else state.dtype)
+    return resolved(request, backend, env.DECODE_BACKEND, argument)
+
+
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -161,8 +167,7 @@ def causal_conv(
         )
         if out is not None:
             bind.output(out, tuple(x.shape), "[T, C]", x, (x, state))
-        request = Request("conv", Device.of(x.device), x.dtype, state_dtype=x.dtype if state is None else state.dtype)
-        chosen = resolved(request, backend, env.DECODE_BACKEND)
+        chosen = conv_backend(x, state, backend)
         kind = kinds.keep(key, kinds.Kind(chosen, covered=bind.covers(segments, x.shape[0])))
     elif out is not None:
         if kind.repeats(given, segments, checkpoints):
@@ -222,6 +227,12 @@ def check_norm(
     checks.choice(of_activation, activation, ("sigmoid", "silu"))
 
 
+def norm_backend(x: Tensor, backend: BackendLike, argument: str = "backend") -> Backend:
+    """The backend for a gated norm; `argument`: what the caller knows `backend` by."""
+    request = Request("norm", Device.of(x.device), x.dtype, key_dim=x.shape[2], value_dim=x.shape[2])
+    return resolved(request, backend, env.DECODE_BACKEND, argument)
+
+
 def gated_rms_norm(
     x: Tensor,
     z: Tensor,
@@ -263,9 +274,8 @@ def gated_rms_norm(
             segments = bind.segment_table(segments, x.shape[0], x.device)
         if out is not None:
             bind.output(out, tuple(x.shape), "[T, H, D]", x, (z,))
-        request = Request("norm", Device.of(x.device), x.dtype, key_dim=x.shape[2], value_dim=x.shape[2])
         covered = segments is None or bind.covers(segments, x.shape[0])
-        kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND), covered=covered))
+        kind = kinds.keep(key, kinds.Kind(norm_backend(x, backend), covered=covered))
     elif out is not None:
         if kind.repeats(given, segments, None):
             return out
