@@ -47,6 +47,24 @@ def test_an_output_beside_its_inputs_is_good(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(function(**arguments), want)
 
 
+def test_a_norm_in_place_or_beside_its_input_is_good() -> None:
+    """Whatever tensor says so, and whether the kind of call is known."""
+    function, good = GOOD["gated_rms_norm"]
+    arguments = good()
+    want, x = function(**arguments).clone(), arguments["x"].clone()
+    count, heads, dim = x.shape
+    beside, after = x.new_zeros(count, 2 * heads, dim), x.new_zeros(2 * count, heads, dim)
+    for here, out in (
+        (beside[:, :heads], beside[:, heads:]),
+        (beside[:, :heads], beside[:, :heads]),
+        (after[:count], after[count:]),
+        (after[:count], after[:count]),
+    ):
+        for _ in range(2):
+            here.copy_(x)
+            assert torch.equal(function(**arguments | {"x": here, "out": out}), want)
+
+
 def test_a_segment_table_bounds_its_own_lengths() -> None:
     """What the host is told of a table must be that table: its maximum sizes launches and outputs."""
     packed = Segments.from_lengths([3, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .registry import H, bad, bad_set, every_second, meta
+from .registry import H, K, T, bad, bad_set, every_second, meta, normal
 
 bad("causal_conv", "x", "three_dimensions", lambda x: x[None])
 bad("causal_conv", "x", "integers", lambda x: x.int(), TypeError)
@@ -45,3 +45,9 @@ bad("gated_rms_norm", "eps", "negative", -1e-5)
 bad("gated_rms_norm", "eps", "a_string", "1e-5", TypeError)
 bad("gated_rms_norm", "activation", "relu", "relu")
 bad("gated_rms_norm", "segments", "a_list", [1, 2], TypeError)
+
+buffer = normal(T + 1, H, K)
+bad_set("gated_rms_norm", "x_a_token_after_out", "out", {"out": buffer[:-1], "x": buffer[1:]})
+bad_set("gated_rms_norm", "out_a_token_after_x", "out", {"out": buffer[1:], "x": buffer[:-1]})
+bad_set("gated_rms_norm", "out_in_other_strides_of_x", "out",
+        {"out": buffer[:-1], "x": buffer.view(H, T + 1, K)[:, :-1].transpose(0, 1)})  # fmt: skip

@@ -339,6 +339,25 @@ def apart(out: Tensor, inputs: Inputs) -> None:
         raise ValueError("out must not be one of the inputs, got a tensor that starts at the same address")
 
 
+def span(value: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    steps = [(extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True)]
+    return (sum(steps) + 1) * value.element_size() if value.numel() else 0
+
+
+def same_or_apart(out: Tensor, x: Tensor) -> None:
+    """Check that an output of x's shape and dtype lies where x lies, element for element, or in none of its memory."""
+    past = out.data_ptr() - x.data_ptr()
+    steps = zip(x.shape, out.stride(), x.stride(), strict=True)
+    if past == 0 and all(a == b for extent, a, b in steps if extent > 1):
+        return
+    if checks.share_memory(out, x):
+        raise ValueError(
+            f"out must be x itself or share no memory with it, got a tensor that starts {past} bytes past x, with "
+            f"strides {list(out.stride())} beside {list(x.stride())}"
+        )
+
+
 def new_output(like: Tensor, covered: bool) -> Tensor:
     """Allocate an output. Rows that no segment covers are zero."""
     return (torch.empty if covered else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)

@@ -253,7 +253,7 @@ def gated_rms_norm(
         eps: added under the root, positive.
         activation: "sigmoid" (KDA) or "silu".
         segments: whose tokens are normed; None: all tokens.
-        out: [T, H, D], dtype of x; may be x itself.
+        out: [T, H, D], dtype of x; x itself, or a tensor that shares no memory with it.
 
     Returns:
         `out`.
@@ -274,9 +274,16 @@ def gated_rms_norm(
             segments = bind.segment_table(segments, x.shape[0], x.device)
         if out is not None:
             bind.output(out, tuple(x.shape), "[T, H, D]", x, (z,))
+            bind.same_or_apart(out, x)
         covered = segments is None or bind.covers(segments, x.shape[0])
-        kind = kinds.keep(key, kinds.Kind(norm_backend(x, backend), covered=covered))
+        kind = kinds.Kind(norm_backend(x, backend), covered=covered)
+        if out is not None:
+            kind.memo["norm"] = -bind.span(out), bind.span(x)  # where an output that starts so far past x may meet it
+        kind = kinds.keep(key, kind)
     elif out is not None:
+        before, after = kind.memo["norm"]
+        if not in_place and before < out.data_ptr() - x.data_ptr() < after:
+            bind.same_or_apart(out, x)
         if kind.repeats(given, segments, None):
             return out
         bind.apart(out, (z,))
