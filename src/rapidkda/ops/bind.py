@@ -469,5 +469,8 @@ def records(value: object, rows: int, inner: tuple[int, int], device: torch.devi
 
 
 def pad_marker(value: object) -> int:
-    """Check the padding marker of slot tensors."""
-    return checks.integer("pad_slot", value, -(2**31))
+    """Check the padding marker of slot tensors: kernels take it as 32 bits, whatever the tensors hold."""
+    marker = checks.integer("pad_slot", value, -(2**31))
+    if marker >= 2**31:
+        raise ValueError(f"pad_slot must be at most {2**31 - 1}, got {marker}")
+    return marker
