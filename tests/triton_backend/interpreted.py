@@ -314,3 +314,16 @@ def test_gated_norm(activation: str) -> None:
     got = ops.gated_rms_norm(x, z, weight, activation=activation, backend="triton")  # type: ignore[arg-type]
     want = reference.gated_rms_norm(x, z, weight, 1e-5, activation)
     assert tolerances.relative_error(got, want) <= 1e-6
+
+
+def test_a_segment_to_norm_may_take_more_programs_than_an_axis_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(8)
+    x, z = (torch.randn(230, 1, 256, generator=generator) for _ in range(2))
+    weight = torch.randn(256, generator=generator)
+    monkeypatch.setattr(plan, "MAX_GRID", 3)
+    segments = Segments.from_lengths([200, 0, 17], first_token=[1, 201, 210])
+    out = ops.gated_rms_norm(x, z, weight, segments=segments, out=torch.full_like(x, CANARY), backend="triton")
+    want = ops.gated_rms_norm(x, z, weight, backend="triton")
+    covered = torch.tensor([1 <= n < 201 or 210 <= n < 227 for n in range(230)])
+    assert torch.equal(out[covered], want[covered])
+    assert (out[~covered] == CANARY).all()

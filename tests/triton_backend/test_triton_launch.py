@@ -21,6 +21,7 @@ import triton_calls as calls
 from rapidkda.backends import driver
 from rapidkda.backends.triton import TritonBackend, chunk, config, conv, launch, norm, plan, prefill, recurrent
 from rapidkda.device import Device
+from rapidkda.segments import Segments
 
 BACKEND = TritonBackend()
 LAUNCHERS = [
@@ -227,6 +228,14 @@ def test_another_kind_of_call_finds_the_kernels_of_the_first(name: str, machine:
     run(name, second)
     assert len(machine.signatures) == compiled
     assert len(machine.through_driver) == 2 * len(machine.through_triton)
+
+
+def test_a_norm_of_more_segments_than_a_second_axis_has_is_launched(machine: Machine) -> None:
+    """Only the first axis of a grid goes beyond 65,535."""
+    call = replace(calls.norm(70000), segments=Segments.equal(70000, 1))
+    run("norm", call)
+    ((_, grid, _),) = machine.through_triton
+    assert grid == (70000, 1, 1)
 
 
 def test_hooks_of_triton_see_the_launches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...problem import NormCall
-from . import launch
+from . import launch, plan
 from .blocks import narrow, sigmoid
 
 
@@ -18,11 +18,15 @@ def norm_kernel(
     weight_s, x_t, x_h, z_t, z_h, o_t, o_h, first_s, length_s,
     D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BR (token, head) rows. Grid (T * H / BR), or (most tokens of a segment * H / BR, segments)."""
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    """A program takes BR (token, head) rows. Grid (T * H / BR), or segments first, then the most that one of them needs
+    along the other two axes: `plan.tile_grid`."""
+    block = tl.program_id(0)
+    if p_first is not None:
+        block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    row = block.to(tl.int64) * BR + tl.arange(0, BR)
     token, head = row // heads, row % heads
     if p_first is not None:
-        n = tl.program_id(1).to(tl.int64)
+        n = tl.program_id(0).to(tl.int64)
         first = tl.minimum(tl.maximum(tl.load(p_first + n * first_s), 0), tokens)
         end = first + tl.minimum(tl.maximum(tl.load(p_length + n * length_s), 0), tokens - first)
         token += first
@@ -52,7 +56,7 @@ _norm = launch.Launcher(norm_kernel)
 def norm(call: NormCall) -> None:
     """`Backend.norm`."""
     segments = call.segments
-    if call.x.shape[0] == 0 or (segments is not None and (segments.count == 0 or segments.max_length == 0)):
+    if call.x.numel() == 0 or (segments is not None and (segments.count == 0 or segments.max_length == 0)):
         return
     prepared = call.memo.get("triton")
     if prepared is None:
@@ -65,13 +69,13 @@ def _bind(call: NormCall) -> launch.Launch:
     tokens, heads, dim = call.x.shape
     padded = triton.next_power_of_2(dim)
     rows = max(1, 4096 // padded)
-    most, count, table_strides = tokens, 1, (0, 0)
+    grid, table_strides = (triton.cdiv(tokens * heads, rows), 1, 1), (0, 0)
     if call.segments is not None:
-        most, count = call.segments.max_length, call.segments.count
+        grid = plan.tile_grid(triton.cdiv(call.segments.max_length * heads, rows), call.segments.count)
         table_strides = (call.segments.first_token.stride(0), call.segments.length.stride(0))
     return _norm.bind(
         call.x.device,
-        (triton.cdiv(most * heads, rows), count, 1),
+        grid,
         (tokens, heads, call.eps),
         (
             call.weight.stride(0),

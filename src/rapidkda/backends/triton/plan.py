@@ -53,7 +53,8 @@ def tile_table(segments: int, later: int) -> int:
 
 
 def tile_grid(tiles: int, heads: int) -> tuple[int, int, int]:
-    """A program for each head of each tile, the heads of a tile first; no division finds either. May exceed `tiles`."""
+    """A program for each head of each tile, the heads of a tile first; no division finds either. May exceed `tiles`.
+    The first axis has no limit that matters, so what there may be most of goes there."""
     depth = -(-tiles // MAX_GRID)
     return heads, -(-tiles // depth), depth
 
