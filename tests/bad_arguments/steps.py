@@ -27,6 +27,7 @@ from .registry import (
 )
 
 bad("prefill verify causal_conv", "segments", "a_list", LENS, TypeError)
+bad("prefill prefill_layer", "segments", "of_more_than_16_bits", Segments.from_lengths([*LENS, *[0] * 65534]))
 bad("decode", "segments", "two_tokens", Segments.from_lengths([2, 1]))
 bad("verify", "segments", "more_tokens_than_slots", Segments.from_lengths([4, 1]))
 bad("replay", "segments", "more_tokens_than_records", Segments.from_lengths([4, 1]))

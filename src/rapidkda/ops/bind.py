@@ -17,6 +17,7 @@ from ..segments import Checkpoints, Segments
 from ..segments import check_values as check_segment_values
 
 MAX_DIM = 256
+MAX_SEQUENCES = 65535  # of a prefill: some kernels have them along a grid's last axis, which holds no more
 
 Inputs = tuple[Tensor | None, ...]
 
@@ -171,6 +172,12 @@ def segment_table(segments: object, tokens: int, device: torch.device, max_lengt
         if length.max(initial=0) > segments.max_length:
             raise ValueError(f"segments.max_length must bound every length {length.max()}, got {segments.max_length}")
     return segments
+
+
+def sequences_of_prefill(name: str, count: int) -> None:
+    """Check how many segments a prefill has; `name` of the argument that says so."""
+    if count > MAX_SEQUENCES:
+        raise ValueError(f"{name} must have at most {MAX_SEQUENCES} sequences in a prefill, got {count}")
 
 
 def gate_values(tokens: Tokens, segments: Segments) -> None:

@@ -230,6 +230,7 @@ def _whole_sequences(
     if kind is None:
         terms = bind.terms(*flat, *gate, *options)
         tokens = terms.tokens(*flat, *gate)
+        bind.sequences_of_prefill("cu_seqlens" if sequences.batch_shape[0] == 1 else "q", segments.count)
         bind.gate_values(tokens, segments)
         _check_initial_state(initial, tokens, segments, state_v_first)
         chosen = choose("prefill", tokens, initial, backend, intermediate_tokens is not None)

@@ -38,6 +38,7 @@ def check_prefill(
     device = tokens.q.device
     checks.boolean("state_v_first", state_v_first)
     segments = bind.segment_table(segments, tokens.count, device)
+    bind.sequences_of_prefill("segments", segments.count)
     pad_slot = bind.pad_marker(pad_slot)
     if state is None:
         for name, value in (("slots", slots), ("read_slots", read_slots), ("has_initial_state", has_initial_state)):
@@ -93,7 +94,7 @@ def prefill(
     Args:
         q, k: [T, H, K]; v: [T, HV, V]; g: [T, HV, K]; beta: [T, HV]. As in `chunk_kda`, without the batch dimension;
             the last dimension of q, k, v and g is dense.
-        segments: which tokens belong to which request; tokens of no segment are left alone.
+        segments: which tokens belong to which request, at most 65,535 of them; tokens of no segment are left alone.
         state: pool [S, HV, V, K] ([S, HV, K, V] without `state_v_first`), float32 or bfloat16; slot stride free.
             None: every segment starts from zero and no state is kept.
         slots: int32 or int64 [N], any stride; row of the pool of each segment. `pad_slot`, or a row outside the pool,
