@@ -23,12 +23,15 @@ def norm_kernel(
     block = tl.program_id(0)
     if p_first is not None:
         block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    row = block.to(tl.int64) * BR + tl.arange(0, BR)
-    token, head = row // heads, row % heads
+    start = block.to(tl.int64) * BR
+    row = (start % heads).to(tl.int32) + tl.arange(0, BR)  # of the first token: one division in 64 bits, not BR
+    token, head = start // heads + row // heads, (row % heads).to(tl.int64)
     if p_first is not None:
         n = tl.program_id(0).to(tl.int64)
         first = tl.minimum(tl.maximum(tl.load(p_first + n * first_s), 0), tokens)
         end = first + tl.minimum(tl.maximum(tl.load(p_length + n * length_s), 0), tokens - first)
+        if start >= (end - first).to(tl.int64) * heads:
+            return
         token += first
     else:
         end = tokens
