@@ -11,7 +11,7 @@ from ..backends.base import Backend, Request
 from ..device import Device
 from ..problem import ConvCall, NormCall
 from ..segments import Checkpoints, Segments
-from . import bind, kinds
+from . import bind, bind_requests, kinds
 from .choose import BackendLike, resolved
 
 
@@ -57,8 +57,8 @@ def check_conv(
     checks.choice("activation", activation, ("silu", None))
     checks.boolean("channels_last", channels_last)
     checks.boolean("keep_all", keep_all)
-    segments = bind.segment_table(segments, x.shape[0], x.device)
-    pad_slot = bind.pad_marker(pad_slot)
+    segments = bind_requests.segment_table(segments, x.shape[0], x.device)
+    pad_slot = bind_requests.pad_marker(pad_slot)
     if state is None:
         given = {
             "slots": slots,
@@ -72,22 +72,22 @@ def check_conv(
         if keep_all:
             raise ValueError("keep_all must be False without a state pool, got True")
     else:
-        bind.conv_pool(f"{prefix}state", state, x, width, channels_last)
+        bind_requests.conv_pool(f"{prefix}state", state, x, width, channels_last)
         if slots is None:
             raise ValueError("slots must be given with a state pool, got None")
-        bind.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, x.device, prefix)
-        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, x.device)
+        bind_requests.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, x.device, prefix)
+        has_initial_state = bind_requests.flags("has_initial_state", has_initial_state, segments.count, x.device)
         most = state.shape[1 if channels_last else 2] - width + 2
         if accepted is not None:
-            bind.accepted(accepted, segments.count, most, x.device)
+            bind_requests.accepted(accepted, segments.count, most, x.device)
         if keep_all and segments.max_length > most:
             raise ValueError(
                 f"segments must have at most {most} tokens each with keep_all (state length - W + 2), "
                 f"got {segments.max_length}"
             )
     if checkpoint_pool is not None:
-        bind.conv_pool(f"{prefix}checkpoint_pool", checkpoint_pool, x, width, channels_last)
-    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
+        bind_requests.conv_pool(f"{prefix}checkpoint_pool", checkpoint_pool, x, width, channels_last)
+    checkpoints = bind_requests.checkpoints(checkpoints, checkpoint_pool, segments, x.device)
     return segments, pad_slot, has_initial_state, checkpoints
 
 
@@ -271,7 +271,7 @@ def gated_rms_norm(
     if kind is None:
         check_norm(x, z, weight, eps, activation)
         if segments is not None:
-            segments = bind.segment_table(segments, x.shape[0], x.device)
+            segments = bind_requests.segment_table(segments, x.shape[0], x.device)
         if out is not None:
             bind.output(out, tuple(x.shape), "[T, H, D]", x, (z,))
             bind.same_or_apart(out, x)

@@ -15,7 +15,7 @@ from .. import checks, env
 from ..backends.base import DifferentiableBackend
 from ..problem import DecodeCall, PrefillCall, Tokens
 from ..segments import Checkpoints, Segments
-from . import bind, kinds, tables
+from . import bind, bind_requests, kinds, tables
 from .choose import BackendLike, choose
 
 Flat = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g and beta on one token axis
@@ -187,7 +187,7 @@ class _Sequences:
         if cu_seqlens is not None:
             if batch != 1:
                 raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got q with B = {batch}")
-            segments = bind.cu_seqlens_segments(cu_seqlens, cu_seqlens_cpu, length, q.device)
+            segments = bind_requests.cu_seqlens_segments(cu_seqlens, cu_seqlens_cpu, length, q.device)
         elif cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu must be None without cu_seqlens, got a tensor")
         else:
@@ -230,7 +230,7 @@ def _whole_sequences(
     if kind is None:
         terms = bind.terms(*flat, *gate, *options)
         tokens = terms.tokens(*flat, *gate)
-        bind.sequences_of_prefill("cu_seqlens" if sequences.batch_shape[0] == 1 else "q", segments.count)
+        bind_requests.sequences_of_prefill("cu_seqlens" if sequences.batch_shape[0] == 1 else "q", segments.count)
         bind.gate_values(tokens, segments)
         _check_initial_state(initial, tokens, segments, state_v_first)
         chosen = choose("prefill", tokens, initial, backend, intermediate_tokens is not None)
@@ -341,7 +341,7 @@ def _dense_slots(initial: Any) -> Any:
 
 def _check_initial_state(initial: Tensor | None, tokens: Tokens, segments: Segments, state_v_first: bool) -> None:
     if initial is not None:
-        bind.pool("initial_state", initial, tokens, state_v_first, rows=segments.count, written=False)
+        bind_requests.pool("initial_state", initial, tokens, state_v_first, rows=segments.count, written=False)
 
 
 def _state_like(tokens: Tokens, rows: int, initial: Tensor | None, state_v_first: bool) -> Tensor:

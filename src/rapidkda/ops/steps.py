@@ -15,7 +15,7 @@ from ..backends.base import Request
 from ..device import Device
 from ..problem import CommitCall, DecodeCall, PrefillCall, Tokens, VerifyCall
 from ..segments import Checkpoints, Segments
-from . import bind, kinds, tables
+from . import bind, bind_requests, kinds, tables
 from .choose import BackendLike, choose, resolved, workspace_needed
 
 
@@ -37,22 +37,22 @@ def check_prefill(
     tokens = terms.tokens(*inputs[:7])
     device = tokens.q.device
     checks.boolean("state_v_first", state_v_first)
-    segments = bind.segment_table(segments, tokens.count, device)
-    bind.sequences_of_prefill("segments", segments.count)
-    pad_slot = bind.pad_marker(pad_slot)
+    segments = bind_requests.segment_table(segments, tokens.count, device)
+    bind_requests.sequences_of_prefill("segments", segments.count)
+    pad_slot = bind_requests.pad_marker(pad_slot)
     if state is None:
         for name, value in (("slots", slots), ("read_slots", read_slots), ("has_initial_state", has_initial_state)):
             if value is not None:
                 raise ValueError(f"{name} must be None without a state pool, got a tensor")
     else:
-        bind.pool("state", state, tokens, state_v_first)
+        bind_requests.pool("state", state, tokens, state_v_first)
         if slots is None:
             raise ValueError("slots must be given with a state pool, got None")
-        bind.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, device)
-        has_initial_state = bind.flags("has_initial_state", has_initial_state, segments.count, device)
+        bind_requests.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, device)
+        has_initial_state = bind_requests.flags("has_initial_state", has_initial_state, segments.count, device)
     if checkpoint_pool is not None:
-        bind.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
-    checkpoints = bind.checkpoints(checkpoints, checkpoint_pool, segments, device)
+        bind_requests.pool("checkpoint_pool", checkpoint_pool, tokens, state_v_first)
+    checkpoints = bind_requests.checkpoints(checkpoints, checkpoint_pool, segments, device)
     bind.gate_values(tokens, segments)
     return terms, tokens, segments, pad_slot, has_initial_state, checkpoints
 
@@ -235,10 +235,10 @@ def decode(
         if segments is None:
             segments = tables.equal(tokens.count, 1, device)
         else:
-            segments = bind.segment_table(segments, tokens.count, device, max_length=1)
-        pad_slot = bind.pad_marker(pad_slot)
-        bind.pool("state", state, tokens, state_v_first)
-        bind.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, device)
+            segments = bind_requests.segment_table(segments, tokens.count, device, max_length=1)
+        pad_slot = bind_requests.pad_marker(pad_slot)
+        bind_requests.pool("state", state, tokens, state_v_first)
+        bind_requests.slots_of_segments(slots, read_slots, segments.count, state.shape[0], pad_slot, device)
         bind.gate_values(tokens, segments)
         covered = bind.covers(segments, tokens.count)
         if out is not None:
@@ -332,8 +332,8 @@ def verify(
         tokens = terms.tokens(q, k, v, g, beta, A_log, dt_bias)
         device = q.device
         checks.boolean("state_v_first", state_v_first)
-        pad_slot = bind.pad_marker(pad_slot)
-        bind.pool("state", state, tokens, state_v_first)
+        pad_slot = bind_requests.pad_marker(pad_slot)
+        bind_requests.pool("state", state, tokens, state_v_first)
         if records is None:
             checks.tensor("slots", slots)
             if slots.ndim != 2 or slots.shape[1] < 1:
@@ -341,14 +341,14 @@ def verify(
             most = slots.shape[1]
         else:
             inner = (tokens.value_heads, 2 * tokens.key_dim + tokens.value_dim)
-            most = bind.records(records, state.shape[0], inner, device).shape[1]
-        segments = bind.segment_table(segments, tokens.count, device, max_length=most)
+            most = bind_requests.records(records, state.shape[0], inner, device).shape[1]
+        segments = bind_requests.segment_table(segments, tokens.count, device, max_length=most)
         if records is None:
-            bind.slots("slots", slots, (segments.count, most), "[N, 1 + k_max]", device)
+            bind_requests.slots("slots", slots, (segments.count, most), "[N, 1 + k_max]", device)
         else:
-            bind.slots("slots", slots, (segments.count,), "[N]", device)
-        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        bind.accepted(accepted, segments.count, most, device)
+            bind_requests.slots("slots", slots, (segments.count,), "[N]", device)
+        bind_requests.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        bind_requests.accepted(accepted, segments.count, most, device)
         bind.gate_values(tokens, segments)
         covered = bind.covers(segments, tokens.count)
         if out is not None:
@@ -407,14 +407,14 @@ def commit(
         checks.dtype("state", state, checks.STATE_DTYPES)
         checks.dense_inner("state", state)
         checks.no_self_overlap("state", state)
-        bind.records(records, state.shape[0], (state.shape[1], 2 * key_dim + value_dim), state.device)
+        bind_requests.records(records, state.shape[0], (state.shape[1], 2 * key_dim + value_dim), state.device)
         checks.tensor("slots", slots)
         if slots.ndim != 1:
             raise ValueError(f"slots must have shape [N], got {list(slots.shape)}")
-        bind.slots("slots", slots, (None,), "[N]", state.device)
-        pad_slot = bind.pad_marker(pad_slot)
-        bind.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        bind.accepted(accepted, slots.shape[0], records.shape[1], state.device)
+        bind_requests.slots("slots", slots, (None,), "[N]", state.device)
+        pad_slot = bind_requests.pad_marker(pad_slot)
+        bind_requests.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
+        bind_requests.accepted(accepted, slots.shape[0], records.shape[1], state.device)
         # The verifications that left the records are not known here: asked is the least that any of them may have.
         request = Request("verify", Device.of(state.device), torch.bfloat16, key_dim, value_dim, "bounded", state.dtype)
         kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
