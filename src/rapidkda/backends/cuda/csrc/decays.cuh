@@ -48,6 +48,9 @@ struct DecaysInRegisters {
     DEVICE const float* total() const { return x + 28; }
     DEVICE float at(u32, int t, int c) const { return x[4 * t + c]; }
 };
+// The same by loops of two turns, four tokens each, with half of the code. Registers have no index that a loop could
+// count: a turn takes the first half, or makes the last one, and the other half moves there.
+struct DecaysInTurns : DecaysInRegisters {};
 // Or in words of shared memory that no other lane touches: two of a token's four over the gates, two where the
 // inverse-decayed keys will be. Then loops over tokens take two turns, with half of the code.
 struct DecaysInShared {
@@ -150,6 +153,24 @@ DEVICE void write_decayed(const DecaysInRegisters& decays, const Anchors& a, u32
             keys[t & 1] = load_shared_words2(raw_keys + row_word(word, t + 2));
         }
         write_token(query, key, decays.x + 4 * t, a, inverse, kd, row_word(word, t));
+    }
+}
+DEVICE void write_decayed(DecaysInTurns& decays, const Anchors& a, u32 raw_queries, u32 raw_keys, u32 inverse, u32 kd,
+                          int lane) {
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+        const u32 word = turn_word(lane, turn);
+        Words2 queries[4], keys[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            queries[t] = load_shared_words2(raw_queries + row_word(word, t));
+            keys[t] = load_shared_words2(raw_keys + row_word(word, t));
+        }
+#pragma unroll
+        for (int t = 0; t < 4; t++)
+            write_token(queries[t], keys[t], decays.x + 4 * t, a, inverse, kd, row_word(word, t));
+#pragma unroll
+        for (int t = 0; t < 16; t++) decays.x[t] = decays.x[16 + t];
     }
 }
 DEVICE void write_decayed(const DecaysInShared& decays, const Anchors& a, u32 raw_queries, u32 raw_keys, u32 inverse,

@@ -50,6 +50,9 @@ struct Config {
     static_assert(kForm == Form::kWhole || !kNorms, "one CTA has all of a head's channels");
     static_assert(!kParts || !kConvolves);
     static constexpr bool kCluster = kForm != Form::kWhole;
+    // A pair by itself, of the usual inputs. It has a tuning of its own (docs/kernels-cuda.md, The pair), not measured with
+    // others.
+    static constexpr bool kPlainPair = kForm == Form::kPair && kBounded && !kGateFloat && !kParts && !kConvolves;
     static constexpr int kWarpgroups = kForm == Form::kPair ? 1 : 2;  // consumers, 64 state rows each
     static constexpr int kGroups = 4;                                // producers, two warps each
     static constexpr int kConsumers = kWarpgroups * 128;
@@ -58,7 +61,7 @@ struct Config {
     static constexpr int kFirstProducer = kConsumers + kIdle;
     static constexpr int kThreads = kFirstProducer + kGroups * 64;
     // Registers a thread, moved between the roles at the start.
-    static constexpr int kConsumerRegisters = kForm == Form::kPair ? 192 : 160;
+    static constexpr int kConsumerRegisters = kForm == Form::kPair ? (kPlainPair ? 232 : 192) : 160;
     static constexpr int kProducerRegisters = kForm != Form::kPair ? 96 : kParts ? 128 : 112;
     // setmaxnreg acts on whole warpgroups and hangs where the roles want more than the launch took: as many registers a
     // thread as fit an SM, which the assembler counts in fours of warps.
@@ -104,6 +107,8 @@ struct Config {
     // Sums of decays in shared memory (decays.cuh), where inverse-decayed keys have a tile of their own. Less code than
     // that of unbounded gates does not pay for it: bounded ones lose 5 %. Nor does the whole form, which loses 4 %.
     static constexpr bool kDecaysInShared = kEarlyReload && !kBounded;
+    // Sums in registers, but made and taken by loops of two turns, half of the code. The whole form loses 4 %.
+    static constexpr bool kDecaysInTurns = kPlainPair;
 
     static constexpr int stages = 0;
     static constexpr int raw = stages + kStages * kStageBytes;

@@ -24,7 +24,8 @@
 template <Form kForm, bool kBounded, bool kGateFloat, bool kParts, bool kConvolves = false, bool kNorms = false>
 struct PrefillConfig : Config<kForm, kBounded, kGateFloat, kParts, kConvolves, kNorms> {
     using Gate = typename Select<kBounded, BoundedGate, UnboundedGate>::Type;
-    using Decays = typename Select<PrefillConfig::kDecaysInShared, DecaysInShared, DecaysInRegisters>::Type;
+    using InRegisters = typename Select<PrefillConfig::kDecaysInTurns, DecaysInTurns, DecaysInRegisters>::Type;
+    using Decays = typename Select<PrefillConfig::kDecaysInShared, DecaysInShared, InRegisters>::Type;
 };
 
 // Bytes of V that the CTA `rank` needs of a chunk.
@@ -152,6 +153,22 @@ DEVICE void make_decays(DecaysInRegisters& decays, u32 gates, int lane, const Ga
     else
         load_logits(decays.x, gates, lane_word(lane), 8);
     accumulate_decays<C>(decays.x, nullptr, gate, raw_gate);
+}
+template <class C>
+DEVICE void make_decays(DecaysInTurns& decays, u32 gates, int lane, const GateChannels& gate, bool raw_gate) {
+#pragma unroll
+    for (int c = 0; c < 4; c++) decays.x[28 + c] = 0.f;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+        float x[16];
+        load_logits(x, gates, turn_word(lane, turn), 4);
+        accumulate_decays<C>(x, decays.x + 28, gate, raw_gate);
+#pragma unroll
+        for (int t = 0; t < 16; t++) {
+            decays.x[t] = decays.x[16 + t];
+            decays.x[16 + t] = x[t];
+        }
+    }
 }
 template <class C>
 DEVICE void make_decays(DecaysInShared& decays, u32 gates, int lane, const GateChannels& gate, bool raw_gate) {
@@ -310,10 +327,11 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
             wait_for_inverse();
             anchors = find_anchors<Gate>(decays.total(), lane);
         }
-        if (C::kDecaysInShared && C::kLowKeys && rarely(strong))  // before the decays are written over
+        constexpr bool kTakenOnce = C::kDecaysInShared || C::kDecaysInTurns;
+        if (kTakenOnce && C::kLowKeys && rarely(strong))  // before the decays are written over
             write_low_keys(decays, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
         write_decayed(decays, anchors, raw + half, raw + 4096 + half, own_inverse, own_kd, lane);
-        if (!C::kDecaysInShared && C::kLowKeys && strong)  // rare
+        if (!kTakenOnce && C::kLowKeys && strong)  // rare
             write_low_keys(decays, anchors, raw + 4096 + half, stage + C::low_keys, warp, lane);
         const int pair = 32 * warp + 2 * (lane & 15) + (lane >> 4);
         store_shared_pair(stage + Stage::decay + (pair & 3) * Stage::lane_row + (pair >> 2) * 8, anchors.end[0],

@@ -182,7 +182,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
     // Fours of channels whose decay is loaded with the operands; the others come beside W, where registers are short,
     // most of all where warm-ups and norms take some.
     constexpr bool kRoomy = C::kForm == Form::kPair;
-    constexpr int kEarly = kRoomy ? (C::kParts ? 6 : 8) : C::kParts || C::kNorms ? 1 : 2;
+    constexpr int kEarly = C::kPlainPair ? 4 : kRoomy ? (C::kParts ? 6 : 8) : C::kParts || C::kNorms ? 1 : 2;
     Range range;
 
     // The output of a chunk leaves in steps with other work between them: transposed through this warp's staging, read
