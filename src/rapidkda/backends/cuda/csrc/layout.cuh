@@ -50,8 +50,8 @@ struct Config {
     static_assert(kForm == Form::kWhole || !kNorms, "one CTA has all of a head's channels");
     static_assert(!kParts || !kConvolves);
     static constexpr bool kCluster = kForm != Form::kWhole;
-    // A pair by itself, of the usual inputs. It has a tuning of its own (docs/kernels-cuda.md, The pair), not measured with
-    // others.
+    // A pair by itself, of the usual inputs: it has a tuning of its own that others were not measured with
+    // (docs/kernels-cuda.md, The pair).
     static constexpr bool kPlainPair = kForm == Form::kPair && kBounded && !kGateFloat && !kParts && !kConvolves;
     static constexpr int kWarpgroups = kForm == Form::kPair ? 1 : 2;  // consumers, 64 state rows each
     static constexpr int kGroups = 4;                                // producers, two warps each
