@@ -236,15 +236,7 @@ def _decode(plan: Plan, inputs: Inputs, choice: Choice) -> Bound:
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=plan.device)
 
     def call() -> None:
-        ops.decode(
-            *inputs.operands(),
-            **inputs.options(),
-            segments=inputs.segments,
-            state=pool,
-            slots=slots,
-            out=out,
-            backend=choice,
-        )
+        ops.decode(*inputs.operands(), **inputs.options(), state=pool, slots=slots, out=out, backend=choice)
 
     return Bound(call, lambda: (out, result()), lambda: reset(out))
 

@@ -16,22 +16,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
 from . import chunk, config, launch
-from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, trips, usable, write_strength
+from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, take_turn, trips, usable, write_strength
 
 SIZES = ["pool_rows", "pad_slot", "positions", "group"]
 SM90_ROWS = 16  # value rows of a program in Gluon: those of a product of the matrix units
-
-
-@triton.jit
-def _take_turn():
-    """Wait for the kernel before this one, then let the next one start; sooner, one after another would sit and wait
-    where the programs of this one belong."""
-    gdc_wait()
-    gdc_launch_dependents()
 
 
 @triton.jit
@@ -112,7 +103,7 @@ def step_kernel(
     rows = (tl.program_id(0) % (V // VB)) * VB + tl.arange(0, VB)
     channels = tl.arange(0, K)
     if OVERLAP:
-        _take_turn()
+        take_turn()
     count = tl.load(p_length + n * length_s)
     first = tl.load(p_first + n * first_s).to(tl.int64)
     if VERIFY:

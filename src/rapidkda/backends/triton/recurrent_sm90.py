@@ -12,10 +12,21 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import launch
-from .blocks import L2_EPS, amplitude_of, exp, gate_decay, high_low, narrow, spread, usable, widened, write_strength
+from .blocks import (
+    L2_EPS,
+    amplitude_of,
+    exp,
+    gate_decay,
+    high_low,
+    narrow,
+    spread,
+    take_turn,
+    usable,
+    widened,
+    write_strength,
+)
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
@@ -31,14 +42,6 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def _products(state_s, vectors_s, half: gl.constexpr, VB: gl.constexpr, K: gl.constexpr):
-    """Sums [VB, 8] over half of the channels: the rows of a state by 8 vectors."""
-    state = state_s._reinterpret(gl.bfloat16, [2, VB, K // 2], SHARED).index(half)
-    vectors = vectors_s._reinterpret(gl.bfloat16, [2, 8, K // 2], SHARED).index(half)
-    return mma_v2(state.load(LEFT), vectors.permute((1, 0)).load(RIGHT), gl.zeros([VB, 8], gl.float32, MMA))
-
-
-@gluon.jit
 def _sums(state_s, vectors_s, key, query, VB: gl.constexpr, K: gl.constexpr):
     """Sums [VB] over the channels of the rows of a state, by `key` and by `query`."""
     zero = gl.zeros([K], gl.bfloat16, CHANNEL)
@@ -48,7 +51,8 @@ def _sums(state_s, vectors_s, key, query, VB: gl.constexpr, K: gl.constexpr):
     queries = gl.join(gl.join(query_high, zero), gl.join(query_low, zero))
     vectors_s.store(gl.permute(gl.reshape(gl.join(keys, queries), [K, 8]), (1, 0)))
     async_copy.wait_group(0)
-    sums = _products(state_s, vectors_s, 0, VB, K) + _products(state_s, vectors_s, 1, VB, K)
+    vectors = vectors_s.permute((1, 0)).load(RIGHT)
+    sums = mma_v2(state_s.load(LEFT), vectors, gl.zeros([VB, 8], gl.float32, MMA))
     by_key, by_query = gl.split(gl.reshape(sums, [VB, 4, 2]))
     return gl.convert_layout(gl.sum(by_key, 1), VALUE), gl.convert_layout(gl.sum(by_query, 1), VALUE)
 
@@ -81,8 +85,7 @@ def step_kernel(
     row = gl.arange(0, VB, ROW)[:, None]
     p_state = p_pool + (head * V + rows) * K + (row * K + gl.arange(0, K, COLUMN)[None, :])
 
-    gdc_wait()
-    gdc_launch_dependents()
+    take_turn()
     slot = gl.load(p_read + spread(n, read_s))
     target = gl.load(p_write + spread(n, write_s))
     first = gl.load(p_first + spread(n, first_s))
