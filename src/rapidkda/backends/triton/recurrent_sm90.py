@@ -91,7 +91,7 @@ def step_kernel(
     first = gl.load(p_first + spread(n, first_s))
     some = gl.load(p_length + spread(n, length_s)) > 0
     real = some & usable(slot, pool_rows, pad_slot) & usable(target, pool_rows, pad_slot)
-    # No branch on `real`: what it encloses would wait for the tables, and some of it behind them for its own turn
+    # No branch on `real`: the compiler would move reads from before it, and from different places in it, behind it
     channel = gl.arange(0, K, CHANNEL)
     async_copy.async_copy_global_to_shared(g_s, p_g + spread(first, g_t) + channel, mask=real)
     async_copy.async_copy_global_to_shared(k_s, p_k + spread(first, k_t) + channel, mask=real)
