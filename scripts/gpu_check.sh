@@ -50,6 +50,7 @@ done
 peers=(--peers all ${FLASHKDA:+--flashkda "$FLASHKDA"})
 
 part cuda-tests 400 "${pytest[@]}" tests/cuda
+part triton-tests 120 "${pytest[@]}" -m gpu tests/triton_backend
 for backend in cuda triton; do
     part "contract-$backend" 300 "${pytest[@]}" "$contract" --backend "$backend"
 done

@@ -29,8 +29,7 @@ def launch_everything() -> None:
     BACKEND.prefill(calls.prefill([40], gate="log_decay"))  # without gate parameters
     BACKEND.decode(calls.decode(2, gate="log_decay"))
     BACKEND.decode(calls.decode(2))
-    call = calls.decode(2)
-    BACKEND.decode(replace(call, pool=call.pool.to(torch.bfloat16)))
+    BACKEND.decode(calls.decode(2, torch.bfloat16))
     BACKEND.verify(calls.verify(2, replay=False))
     BACKEND.verify(calls.verify(2, replay=True))
     BACKEND.verify(calls.verify(2, replay=True, most=8))
@@ -112,6 +111,35 @@ def test_whole_rows_are_copied_where_strides_allow(gate: str) -> None:
     assert "cp.async" in copied.asm["ptx"]
     assert "cp.async" not in loaded.asm["ptx"]
     assert 16 * (copied.metadata.shared + 1024) <= 228 << 10
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": "log_decay"}, {"value_heads": 32, "value_dim": 256}], ids=str)
+def test_decode_of_bfloat16_states(options: dict[str, Any]) -> None:
+    """In Gluon on compute capability 9.0, where copies take 16 bytes at a time; 16 programs a multiprocessor."""
+    wide = calls.decode(2, torch.bfloat16, **options)
+    apart = torch.zeros(2, 16, 136, dtype=torch.bfloat16)[..., :128]
+    with compiling("sm_90") as kernels:
+        BACKEND.decode(calls.decode(2, **options))
+        BACKEND.decode(wide)
+        BACKEND.decode(replace(wide, tokens=replace(wide.tokens, k=apart)))
+    copied = [kernel for kernel in kernels if "cp.async" in kernel.asm["ptx"]]
+    assert copied == kernels[1:2]
+    assert 16 * (copied[0].metadata.shared + 1024) <= 228 << 10
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_step_waits_for_the_kernel_before_it(name: str) -> None:
+    """Where it may start before that has ended: from compute capability 9.0 on."""
+    overlapping = name.startswith("sm_") and int(name[3:]) >= 90
+    with compiling(name) as kernels:
+        BACKEND.decode(calls.decode(2))
+        BACKEND.decode(calls.decode(2, torch.bfloat16))
+        BACKEND.verify(calls.verify(2, replay=False))
+    for kernel in kernels:
+        assert getattr(kernel.metadata, "launch_pdl", False) == overlapping
+        if overlapping:
+            waits = kernel.asm["ptx"].index("griddepcontrol.wait")
+            assert waits < kernel.asm["ptx"].index("ld.global")
 
 
 def test_launches_a_call() -> None:

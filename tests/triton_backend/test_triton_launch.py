@@ -33,6 +33,7 @@ LAUNCHERS = [
     ),
     prefill.sm90_prepare(),
     prefill.sm90_scan(),
+    recurrent.sm90_steps(),
 ]
 SIZES = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 
@@ -147,6 +148,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "prefill": lambda: calls.prefill([40, 20], export=True, heads=8),
     "prefill without a gate": lambda: calls.prefill([40], gate="log_decay"),
     "decode": lambda: calls.decode(2),
+    "decode of bfloat16 states": lambda: calls.decode(2, state_dtype=torch.bfloat16),
     "decode without a gate": lambda: calls.decode(2, gate="log_decay"),
     "verify": lambda: calls.verify(2, replay=False),
     "verify by replay": lambda: calls.verify(2, replay=True),

@@ -76,9 +76,9 @@ def prefill(
     )
 
 
-def decode(batch: int, **options: object) -> DecodeCall:
+def decode(batch: int, state_dtype: torch.dtype = torch.float32, **options: object) -> DecodeCall:
     inputs = tokens(batch, **options)  # type: ignore[arg-type]
-    pool = torch.zeros(batch, inputs.value_heads, inputs.value_dim, inputs.key_dim)
+    pool = torch.zeros(batch, inputs.value_heads, inputs.value_dim, inputs.key_dim, dtype=state_dtype)
     slots = torch.arange(batch, dtype=torch.int32)
     return DecodeCall(inputs, Segments.equal(batch, 1), torch.zeros_like(inputs.v), pool, slots, slots, True, -1)
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ... import env
 
@@ -23,6 +24,14 @@ FLT_MAX = tl.constexpr(3.4028234e38)
 L2_EPS = tl.constexpr(1e-6)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def take_turn():
+    """Wait for the kernel before this one, then let the next one start; sooner, one after another would sit and wait
+    where the programs of this one belong."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit

@@ -52,12 +52,16 @@ class Machine:
     units: int  # multiprocessors or compute units
     precision: str
     gluon: bool = False  # can it run the kernels that are written in Gluon?
+    overlap: bool = False  # can a kernel start while the one before it ends?
 
     @staticmethod
     def of(device: Device, units: int) -> Machine:
         if device.vendor == "nvidia":
             shared = _SHARED.get(device.capability or (0, 0), _LEAST_NVIDIA)
-            return Machine(device.vendor, shared, units, "tf32x3", device.capability == (9, 0) and _GLUON)
+            capability = device.capability or (0, 0)
+            return Machine(
+                device.vendor, shared, units, "tf32x3", capability == (9, 0) and _GLUON, overlap=capability >= (9, 0)
+            )
         return Machine(device.vendor, _SHARED.get(device.arch or "", _LEAST_AMD), units, "ieee")
 
 

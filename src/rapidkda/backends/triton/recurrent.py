@@ -10,6 +10,8 @@ independent. Only the replay form keeps all of them in one program, since all of
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +19,10 @@ from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
 from . import chunk, config, launch
-from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, trips, usable, write_strength
+from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, take_turn, trips, usable, write_strength
 
 SIZES = ["pool_rows", "pad_slot", "positions", "group"]
+SM90_ROWS = 16  # value rows of a program in Gluon: those of a product of the matrix units
 
 
 @triton.jit
@@ -87,7 +90,7 @@ def step_kernel(
     first_s, length_s, read_s, write_s, write_j, accepted_s, pool_s,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, V_FIRST: tl.constexpr, VERIFY: tl.constexpr, EVICT: tl.constexpr, WRITE: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Decode (one token, read and write slots) or slot-per-position verification (VERIFY). Grid (N * V / VB, HV), or
     with all HEADS of a request side by side, (N * HEADS * V / VB)."""
@@ -99,6 +102,8 @@ def step_kernel(
         head = (tl.program_id(0) // (V // VB) % HEADS).to(tl.int64)
     rows = (tl.program_id(0) % (V // VB)) * VB + tl.arange(0, VB)
     channels = tl.arange(0, K)
+    if OVERLAP:
+        take_turn()
     count = tl.load(p_length + n * length_s)
     first = tl.load(p_first + n * first_s).to(tl.int64)
     if VERIFY:
@@ -238,10 +243,68 @@ _replay_verify = launch.Launcher(replay_kernel)
 _commit = launch.Launcher(commit_kernel)
 
 
+@functools.cache
+def sm90_steps() -> launch.Launcher:
+    from .recurrent_sm90 import step_kernel
+
+    return launch.Launcher(step_kernel)
+
+
 def decode(call: DecodeCall) -> None:
     """`Backend.decode`."""
-    if call.segments.count > 0 and call.tokens.count > 0:
+    if call.segments.count == 0 or call.tokens.count == 0:
+        return
+    wide = call.memo.get("triton wide")
+    if wide is None:
+        wide = call.memo["triton wide"] = _wide(call)
+    tokens = call.tokens
+    if wide and not any(x.data_ptr() % 16 for x in (tokens.q, tokens.k, tokens.v, tokens.g, call.pool)):
+        _run_sm90(call)
+    else:
         _run_step(call, call.read_slots, call.write_slots, None)
+
+
+def _wide(call: DecodeCall) -> bool:
+    """Whether copies of 16 bytes can take everything where it lies, as the kernel in Gluon wants it."""
+    tokens, pool = call.tokens, call.pool
+    if not config.machine(pool.device).gluon or pool.dtype != torch.bfloat16 or not call.state_v_first:
+        return False
+    strides = [stride for x in (tokens.q, tokens.k, tokens.v, tokens.g) for stride in x.stride()[:2]]
+    return tokens.key_dim == 128 and not any(stride % 16 for stride in (*strides, pool.stride(0)))
+
+
+def _run_sm90(call: DecodeCall) -> None:
+    prepared = call.memo.get("triton sm_90")
+    if prepared is None:
+        prepared = call.memo["triton sm_90"] = _bind_sm90(call)
+    segments = call.segments
+    prepared.alone(
+        call,
+        (*launch.inputs(call.tokens), call.out, call.pool),
+        (segments.first_token, segments.length, call.read_slots, call.write_slots),
+    )
+
+
+def _bind_sm90(call: DecodeCall) -> launch.Launch:
+    tokens, segments, pool = call.tokens, call.segments, call.pool
+    heads = tokens.value_heads
+    return sm90_steps().bind(
+        pool.device,
+        (segments.count * heads * (tokens.value_dim // SM90_ROWS), 1, 1),
+        (pool.shape[0], call.pad_slot, *launch.scalars(tokens)),
+        (
+            *launch.strides(tokens),
+            *call.out.stride()[:2],
+            segments.first_token.stride(0),
+            segments.length.stride(0),
+            call.read_slots.stride(0),
+            call.write_slots.stride(0),
+            pool.stride(0),
+        ),
+        (*launch.constants(tokens), SM90_ROWS, heads, heads // tokens.heads),
+        num_warps=1,
+        overlap=True,
+    )
 
 
 def verify(call: VerifyCall) -> None:
@@ -276,6 +339,7 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
     caching = ("", "") if wide else ("evict_first", ".cs")
     heads = tokens.value_heads if wide and accepted is None else 0
     blocks = segments.count * (tokens.value_dim // block)
+    overlap = config.machine(pool.device).overlap
     return _steps.bind(
         pool.device,
         (blocks * heads, 1, 1) if heads else (blocks, tokens.value_heads, 1),
@@ -291,8 +355,9 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
             launch.stride(accepted),
             pool.stride(0),
         ),
-        (*launch.constants(tokens), block, call.state_v_first, accepted is not None, *caching, heads),
+        (*launch.constants(tokens), block, call.state_v_first, accepted is not None, *caching, heads, overlap),
         num_warps=1,
+        overlap=overlap,
     )
 
 
