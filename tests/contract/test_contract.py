@@ -26,6 +26,7 @@ from . import (  # noqa: F401  importing a module registers its checks
     repeats,
     slots,
     strides,
+    tables,
     tails,
     verify,
     workspace,

@@ -261,6 +261,13 @@ def trips(count):
 
 
 @triton.jit
+def within(first, length, tokens):
+    """A segment's first token and length, brought into the tokens of the call, whatever its table says."""
+    first = tl.minimum(tl.maximum(first, 0), tokens)
+    return first, tl.minimum(tl.maximum(length, 0), tokens - first)
+
+
+@triton.jit
 def usable(slot, rows, pad_slot):
     """Does this slot name a row of a pool of `rows` rows?"""
     return (slot != pad_slot) & (slot >= 0) & (slot < rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...problem import ConvCall
 from . import config, launch
-from .blocks import narrow, sigmoid, take_turn, trips, usable
+from .blocks import narrow, sigmoid, take_turn, trips, usable, within
 
 TILE = 128  # tokens of a program in long segments
 ROWS = 16  # of them in flight at once
@@ -95,13 +95,13 @@ def _export(
 
 
 @triton.jit(
-    do_not_specialize=["segments", "pool_rows", "checkpoint_rows", "pad_slot", "offsets"],
+    do_not_specialize=["tokens", "segments", "pool_rows", "checkpoint_rows", "pad_slot", "offsets"],
     do_not_specialize_on_alignment=launch.TABLES,
 )
 def conv_kernel(
     p_x, p_weight, p_bias, p_out, p_pool, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_accepted, p_begin, p_offset, p_slot,
-    segments, pool_rows, checkpoint_rows, pad_slot, offsets,
+    tokens, segments, pool_rows, checkpoint_rows, pad_slot, offsets,
     channels_total, x_t, out_t, weight_c, weight_w, bias_c, first_s, length_s, pool_s, entry_s, channel_s,
     read_s, write_s, has_s, accepted_s, begin_s, offset_s, slot_s,
     checkpoint_s, checkpoint_entry_s, checkpoint_channel_s,
@@ -124,6 +124,7 @@ def conv_kernel(
         length = tl.load(p_length + n * length_s).to(tl.int64)
         first = tl.load(p_first + n * first_s).to(tl.int64)
         real = length >= 0
+        first, length = within(first, length, tokens)
         read_slot = n
         write_slot = n
         offset = n * 0
@@ -252,6 +253,7 @@ def _bind(call: ConvCall) -> launch.Launch:
         x.device,
         (tiles, triton.cdiv(channels, block), 1),
         (
+            x.shape[0],
             segments.count,
             launch.rows(pool),
             launch.rows(call.checkpoint_pool),

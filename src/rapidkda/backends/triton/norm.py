@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ...problem import NormCall
 from . import config, launch, plan
-from .blocks import narrow, sigmoid, take_turn
+from .blocks import narrow, sigmoid, take_turn, within
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=launch.TABLES)
@@ -30,11 +30,11 @@ def norm_kernel(
     token, head = start // heads + row // heads, (row % heads).to(tl.int64)
     if p_first is not None:
         n = tl.program_id(0).to(tl.int64)
-        first = tl.minimum(tl.maximum(tl.load(p_first + n * first_s), 0), tokens)
-        end = first + tl.minimum(tl.maximum(tl.load(p_length + n * length_s), 0), tokens - first)
-        if start >= (end - first).to(tl.int64) * heads:
+        first, length = within(tl.load(p_first + n * first_s), tl.load(p_length + n * length_s), tokens)
+        if start >= length.to(tl.int64) * heads:
             return
         token += first
+        end = first + length
     else:
         end = tokens
     column = tl.arange(0, BD)
