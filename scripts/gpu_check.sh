@@ -63,9 +63,10 @@ fi
 for backend in cuda triton; do
     part "verify-$backend" 240 "${rapidkda[@]}" verify --backend "$backend"
 done
-# Every cuda kernel once; small steps of triton, and sequences that it cuts.
+# Every cuda kernel once; small steps of triton, chains that its programs share, and sequences that it cuts.
 sanitized cuda "$python" tests/cuda/sanitized.py
 sanitized triton "${rapidkda[@]}" verify --backend triton "${small[@]}"
+sanitized triton-shares "$python" tests/triton_backend/sanitized.py
 sanitized triton-parts "${single[@]}" "$contract" --backend triton -k "long_among or checkpoints_of_a_long"
 part evaluation 400 "${rapidkda[@]}" eval ${FLASHKDA:+--flashkda "$FLASHKDA"} --out "$out/evaluation.json"
 part bench-prefill 400 "${rapidkda[@]}" bench prefill --regime fast --regime slow --regime unbounded "${peers[@]}" \

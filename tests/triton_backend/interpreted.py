@@ -12,6 +12,7 @@ from rapidkda import ops
 from rapidkda.backends.triton import plan
 from rapidkda.backends.triton import prefill as triton_prefill
 from rapidkda.backends.triton.tiles import tiles_kernel
+from rapidkda.ops import kinds
 from rapidkda.segments import Checkpoints, Segments
 from rapidkda.testing import tolerances
 from rapidkda.testing.inputs import Inputs, activated, make_inputs
@@ -94,7 +95,7 @@ def test_the_table_orders_segments_from_the_longest_to_the_shortest() -> None:
     lengths = torch.randint(0, 60, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     segments = Segments.from_lengths(lengths)
     tiles = plan.max_tiles(sum(lengths), len(lengths))
-    table = torch.full((2 * 151 + 150 + 2 * tiles,), -7, dtype=torch.int32)
+    table = torch.full((3 * 151 + 150 + 10 + 2 * tiles,), -7, dtype=torch.int32)
     tiles_kernel[(151,)](
         table,
         segments.first_token,
@@ -102,6 +103,7 @@ def test_the_table_orders_segments_from_the_longest_to_the_shortest() -> None:
         150,
         tiles,
         0,
+        10,
         plan.NO_CUT.part_tiles,
         1,
         1,
@@ -109,8 +111,11 @@ def test_the_table_orders_segments_from_the_longest_to_the_shortest() -> None:
         128,
         False,
     )
-    order = table[2 * 151 :][:150].tolist()
+    order = table[3 * 151 :][:150].tolist()
     assert order == sorted(range(150), key=lambda n: -lengths[n])
+    line = table[2 * 151 :][:151].diff().tolist()
+    assert line == [-(-lengths[n] // plan.CHUNK) + plan.STATE_TILES for n in order]
+    assert (table[3 * 151 + 150 :][:10] == 0).all()
 
 
 def test_extreme_gates_meet_weak_ones() -> None:
@@ -144,10 +149,43 @@ def test_later_tokens_change_no_earlier_bit(kind: str) -> None:
     assert not torch.equal(before[9:], after[9:])
 
 
-@pytest.mark.parametrize("cut", [plan.NO_CUT, plan.Cut(7, 1, later=4, middle=2)], ids=["whole", "parts"])
-def test_exported_states(cut: plan.Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from first, middle and last parts, where sequences are cut into four, one and two."""
+@pytest.mark.parametrize("shares", [1, 3, 8])
+def test_programs_that_share_chains_change_no_bit(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of many tiles, of few and of none, one of them of a padded row; states are handed over within chains."""
+    inputs = make_inputs(Shape("ragged", (90, 1, 0, 33), 2, 2, 64, 64), "slow", dtype=torch.bfloat16, gaps=True)
+
+    def both() -> tuple[Tensor, Tensor]:
+        pool = inputs.states.clone()
+        out = torch.full_like(inputs.v, float("nan"))
+        slots = torch.tensor([3, 1, -1, 0])
+        ops.prefill(
+            *inputs.operands(),
+            segments=inputs.segments,
+            state=pool,
+            slots=slots,
+            out=out,
+            backend="triton",
+            **inputs.options(),
+        )
+        return torch.cat([out[first : first + length] for first, length in inputs.spans]), pool
+
+    want_out, want_pool = both()
+    monkeypatch.setattr(plan, "shares", lambda *call: shares)
+    kinds.forget()
+    out, pool = both()
+    assert torch.equal(out, want_out)
+    assert torch.equal(pool, want_pool)
+
+
+@pytest.mark.parametrize(
+    ("cut", "shares"),
+    [(plan.NO_CUT, 0), (plan.Cut(7, 1, later=4, middle=2), 0), (plan.NO_CUT, 2)],
+    ids=["whole", "parts", "shares"],
+)
+def test_exported_states(cut: plan.Cut, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from first, middle and last parts, where sequences are cut into four, one and two; and from two shares."""
     monkeypatch.setattr(plan, "cut", lambda *call: cut)
+    monkeypatch.setattr(plan, "shares", lambda *call: shares)
     inputs = make_inputs(Shape("ragged", (50, 16, 20), 1, 1, 64, 64), "slow")
     table = [(0, 16, 3), (0, 48, 0), (1, 16, 1), (2, 16, 4), (2, 16, 2)]
     exported = torch.full((6, 1, 64, 64), CANARY)

@@ -26,6 +26,8 @@ def launch_everything() -> None:
     BACKEND.prefill(calls.prefill([40, 20], export=True, heads=8))
     with mock.patch.object(plan, "cut", return_value=CUT):
         BACKEND.prefill(calls.prefill([40, 20]))
+    with mock.patch.object(plan, "shares", return_value=5):
+        BACKEND.prefill(calls.prefill([40, 20]))
     BACKEND.prefill(calls.prefill([40], gate="log_decay"))  # without gate parameters
     BACKEND.decode(calls.decode(2, gate="log_decay"))
     BACKEND.decode(calls.decode(2))
@@ -83,13 +85,14 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
     with compiling("sm_90") as kernels:
         BACKEND.prefill(calls.prefill([64]))
         BACKEND.prefill(calls.prefill([4000]))  # long enough to be cut
+        BACKEND.prefill(calls.prefill([2000] * 18))  # so many chains that programs share them
         BACKEND.decode(calls.decode(1))
         for batch in (1, 17):  # so many programs that they are smaller
             BACKEND.verify(calls.verify(batch, replay=True))
             BACKEND.verify(calls.verify(batch, replay=True, most=4))
         BACKEND.conv(calls.conv([64, 64]))
         warm = {id(kernel) for kernel in kernels}
-        for lens in ([1], [65, 3], [700], [16] * 7):
+        for lens in ([1], [65, 3], [700], [16] * 7, [1900] * 18):
             BACKEND.prefill(calls.prefill(lens))
         for batch in (2, 3, 5, 17):
             BACKEND.decode(calls.decode(batch))
@@ -147,6 +150,10 @@ def test_launches_a_call() -> None:
     with compiling("sm_90") as kernels:
         BACKEND.prefill(calls.prefill([40, 20]))
         assert [kernel.metadata.name for kernel in kernels] == ["tiles_kernel", "prepare_kernel", "scan_kernel"]
+        kernels.clear()
+        with mock.patch.object(plan, "shares", return_value=5):
+            BACKEND.prefill(calls.prefill([40, 20]))
+        assert len(kernels) == 3
         kernels.clear()
         with mock.patch.object(plan, "cut", return_value=CUT):
             BACKEND.prefill(calls.prefill([40, 20]))

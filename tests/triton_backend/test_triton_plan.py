@@ -23,6 +23,10 @@ def cut(lens: list[int], heads: int) -> plan.Cut:
     return plan.cut(Segments.from_lengths(lens), sum(lens), heads, BLOCKS, H200, plan.SM90)
 
 
+def shares(lens: list[int], heads: int, costs: plan.Costs = plan.SM90) -> int:
+    return plan.shares(Segments.from_lengths(lens), sum(lens), heads, BLOCKS[0], H200, costs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_workspace_serves_every_smaller_call(dtype: torch.dtype) -> None:
     sizes = [
@@ -36,12 +40,14 @@ def test_a_workspace_serves_every_smaller_call(dtype: torch.dtype) -> None:
             assert plan.workspace_bytes(small) <= plan.workspace_bytes(large)
 
 
-@pytest.mark.parametrize(("lens", "heads"), [([16384], 16), ([2048], 4), ([9000, 17, 0, 4000], 8), ([5] * 40, 64)])
+@pytest.mark.parametrize(
+    ("lens", "heads"), [([16384], 16), ([2048], 4), ([9000, 17, 0, 4000], 8), ([5] * 40, 64), ([8192] * 4, 64)]
+)
 def test_the_call_fits_the_planned_workspace(lens: list[int], heads: int) -> None:
     chosen = cut(lens, heads)
     record = plan.record_bytes(128, False)
     tiles = plan.max_tiles(sum(lens), len(lens))
-    used = plan.Layout.of(tiles, chosen.parts, len(lens), heads, 128, 128, record)
+    used = plan.Layout.of(tiles, chosen.parts, shares(lens, heads), len(lens), heads, 128, 128, record)
     assert used.total <= plan.workspace_bytes(Sizes(sum(lens), len(lens), heads, heads))
     assert tiles >= sum(-(-length // plan.CHUNK) for length in lens)
 
@@ -52,6 +58,17 @@ def test_few_long_sequences_are_cut_and_many_are_not() -> None:
     assert cut([2048] * 8, 64) == plan.NO_CUT
     assert cut([64], 1) == plan.NO_CUT
     assert cut([], 16) == plan.NO_CUT
+
+
+def test_programs_share_chains_where_they_are_some_more_than_run_at_once() -> None:
+    assert shares([8192] * 4, 64) == 3 * H200 // 2
+    assert shares([8192] * 4, 16) == 0  # each has a multiprocessor to itself
+    assert shares([2048] * 8, 16) == 0  # two share one
+    assert shares([1024] * 8, 64) == 0  # three turns: what it costs to begin with another chain counts
+    assert shares([8192] * 4, 64, plan.PORTABLE) == 0  # not measured
+    assert shares([1 << 26] * 4, 64) == 0  # the line would not fit 32 bits
+    assert shares([3000] * 400, 64) <= plan.max_shares(400, 64)
+    assert shares([], 16) == 0
 
 
 def test_parts_are_bounded_and_cover_the_sequence() -> None:

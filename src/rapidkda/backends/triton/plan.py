@@ -25,7 +25,11 @@ from ...segments import Segments
 
 ALIGNMENT = 256  # bytes
 CHUNK = 16  # tokens of a tile; states can be exported after any of them
+STATE_TILES = 3  # what a chain of tiles takes besides, in tiles, where programs share chains; as in tiles.py
 MAX_CARRIES = 512  # parts x value heads of a call that is cut into parts: bounds the scratch for their states
+MAX_SHARES = 512  # programs that share chains, for each block of value rows: bounds the scratch for what they hand over
+LEAST_VALUE_BLOCK = 32  # of a program
+MAX_LINE = 1 << 31  # tiles of all chains together, where programs share them
 MIN_PART_TILES = 4
 MAX_GRID = 65535  # programs along the second and third axis of a grid
 CUTS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 20, 25, 33)  # numbers of parts of the longest segment that are considered
@@ -47,9 +51,10 @@ def max_tiles(tokens: int, segments: int) -> int:
     return tokens // CHUNK + segments
 
 
-def tile_table(segments: int, later: int) -> int:
-    """Where the table has its tiles, in units of 8 bytes (see tiles.py), with so many parts that are not first ones."""
-    return -(-(2 * (segments + 1) + segments + 2 * later) // 2)
+def tile_table(segments: int, later: int, flags: int) -> int:
+    """Where the table has its tiles, in units of 8 bytes (see tiles.py), with so many parts that are not first ones, or
+    so many flags."""
+    return -(-(3 * (segments + 1) + segments + 2 * later + flags) // 2)
 
 
 def tile_grid(tiles: int, heads: int) -> tuple[int, int, int]:
@@ -66,17 +71,26 @@ class Layout:
     tiles: int
     parts: int
     records: int
-    carries: int  # [parts, HV, V, K] float32: a part's own contribution, then the state after it
+    carries: int  # [parts, HV, V, K] float32: a part's own contribution, then the state after it; or [shares, V, K]
     transitions: int  # [parts, HV, K, K] float32: what a part does to the state it starts from
     total: int
 
     @staticmethod
     def of(
-        tiles: int, parts: int, segments: int, value_heads: int, key_dim: int, value_dim: int, record: int
+        tiles: int,
+        parts: int,
+        shares: int,
+        segments: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        record: int,
     ) -> Layout:
-        tables = _align(8 * (tile_table(segments, max(parts - segments, 0)) + tiles))
+        """Of a call in so many parts, or with so many shares, or with neither."""
+        flags = shares * (value_dim // LEAST_VALUE_BLOCK)
+        tables = _align(8 * (tile_table(segments, max(parts - segments, 0), flags) + tiles))
         carries = tables + tiles * value_heads * record
-        transitions = carries + parts * value_heads * value_dim * key_dim * 4
+        transitions = carries + (parts * value_heads + shares) * value_dim * key_dim * 4
         return Layout(
             tiles, parts, tables, carries, transitions, transitions + parts * value_heads * key_dim * key_dim * 4
         )
@@ -87,14 +101,20 @@ def workspace_bytes(sizes: Sizes) -> int:
     record = record_bytes(sizes.key_dim, sizes.dtype == torch.float32)
     tiles = max_tiles(sizes.tokens, sizes.segments)
     parts = max_parts(tiles, sizes.value_heads)
-    layout = Layout.of(tiles, parts, sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record)
-    return layout.total
+    shares = max_shares(sizes.segments, sizes.value_heads)
+    rest = sizes.segments, sizes.value_heads, sizes.key_dim, sizes.value_dim, record
+    return max(Layout.of(tiles, parts, 0, *rest).total, Layout.of(tiles, 0, shares, *rest).total)
 
 
 def max_parts(tiles: int, value_heads: int) -> int:
     """Most parts that a call may be cut into; fewer than two never pays."""
     parts = min(MAX_CARRIES // value_heads, tiles // MIN_PART_TILES)
     return parts if parts > 1 else 0
+
+
+def max_shares(segments: int, value_heads: int) -> int:
+    """Most programs for each block of value rows that share the chains of a call."""
+    return min(segments * value_heads, MAX_SHARES)
 
 
 @dataclass(frozen=True)
@@ -120,13 +140,19 @@ class Costs:
     launch: float
     compose: float  # latency of one link of the chain of parts
     state: float = 0.0  # what a part and head's states and transition take, from and to memory
+    piece: float = 0.0  # of a share: what it takes to begin with another chain; 0: programs do not share chains
 
 
 # PORTABLE is a fit of the portable scan before its records changed and before first parts ran once, when `state` was
 # part of the other costs; SM90 one of the Gluon scan as it is.
 PORTABLE = Costs(together=(0.81, 1.27), transitions=(0.67, 1.05), launch=6.0, compose=4.2)
 SM90 = Costs(
-    together=(0.644, 1.009, 1.253), transitions=(0.544, 0.627, 1.178), launch=4.755, compose=2.759, state=0.121
+    together=(0.644, 1.009, 1.253),
+    transitions=(0.544, 0.627, 1.178),
+    launch=4.755,
+    compose=2.759,
+    state=0.121,
+    piece=7.6,
 )
 
 
@@ -138,15 +164,42 @@ def cut(
     From the host's lengths where it has them, else from the maxima that the call is launched for. `blocks` are the
     programs a head needs for its value rows and for its key rows.
     """
-    if segments.host is not None:
-        tiles = -(-segments.host[1] // CHUNK)
-    else:
-        tiles = np.full(segments.count, -(-min(segments.max_length, tokens) // CHUNK))
+    tiles = _tiles(segments, tokens)
     longest = int(tiles.max(initial=0))
     most = max_parts(max_tiles(tokens, segments.count), value_heads)
     if longest < 2 * MIN_PART_TILES or most < 2:
         return NO_CUT
     return cut_of(tuple(tiles.tolist()), value_heads, blocks, units, most, costs)
+
+
+def shares(segments: Segments, tokens: int, value_heads: int, blocks: int, units: int, costs: Costs) -> int:
+    """How many programs, for each of `blocks` blocks of value rows, share the chains of a call that is not cut. 0: each
+    chain has a program of its own."""
+    tiles = max_tiles(tokens, segments.count) + STATE_TILES * segments.count
+    small = tiles * value_heads < MAX_LINE and max_tiles(tokens, 1) * MAX_SHARES < MAX_LINE
+    if not costs.piece or segments.count * value_heads * blocks <= units or not small:
+        return 0
+    return shares_of(tuple(_tiles(segments, tokens).tolist()), value_heads, blocks, units, costs)
+
+
+@functools.lru_cache(maxsize=512)
+def shares_of(tiles: tuple[int, ...], value_heads: int, blocks: int, units: int, costs: Costs) -> int:
+    """The cheapest number of shares for segments of `tiles` tiles each, by the cost model."""
+    counts = np.asarray(tiles)
+    best, best_cost = 0, 0.97 * predicted_whole(counts, value_heads, (blocks, 0), units, costs)
+    for beside in range(1, len(costs.together) + 1):
+        count = min(beside * units // blocks, max_shares(len(tiles), value_heads))
+        cost = predicted_shared(counts, count, value_heads, blocks, units, costs)
+        if cost < best_cost:
+            best, best_cost = count, cost
+    return best
+
+
+def _tiles(segments: Segments, tokens: int) -> np.ndarray:
+    """Tiles of each segment, as far as the host knows."""
+    if segments.host is not None:
+        return -(-segments.host[1] // CHUNK)
+    return np.full(segments.count, -(-min(segments.max_length, tokens) // CHUNK))
 
 
 @functools.lru_cache(maxsize=512)
@@ -174,6 +227,16 @@ def cut_of(
 def predicted_whole(tiles: np.ndarray, value_heads: int, blocks: tuple[int, int], units: int, costs: Costs) -> float:
     """Microseconds of the scan over segments that are not cut."""
     return _pass(tiles, np.full(len(tiles), value_heads * blocks[0]), units, costs.launch, costs.together)
+
+
+def predicted_shared(tiles: np.ndarray, count: int, value_heads: int, blocks: int, units: int, costs: Costs) -> float:
+    """Microseconds of the scan over segments whose chains are shared by `count` programs a block of value rows."""
+    line = int((tiles + STATE_TILES).sum()) * value_heads
+    share = max(-(-line // count), int(tiles.max()) + STATE_TILES)
+    running = -(-line // share)
+    pieces = 1 + len(tiles) * value_heads / running
+    beside = -(-running * blocks // units)
+    return costs.launch + share * costs.together[beside - 1] + pieces * costs.piece
 
 
 def predicted(

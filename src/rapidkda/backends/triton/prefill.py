@@ -17,7 +17,8 @@ from .prepare import prepare_kernel
 from .scan import scan_kernel
 from .tiles import tiles_kernel
 
-WHOLE, FIRST, SECOND = 0, 1, 2  # as in scan.py
+WHOLE, FIRST, SECOND, SHARED = 0, 1, 2, 3  # as in scan.py
+FORMS = WHOLE, FIRST, SHARED  # of a scan
 COMPOSE_ROWS = 16
 TABLE_BLOCK = 128
 GLUON_REGISTERS = 128  # of a thread of the preparation: for as many programs as its shared memory allows
@@ -67,22 +68,28 @@ class Prepared:
         self.blocks = value_dim // choice.value_block, key_dim // choice.value_block
         costs = plan.SM90 if choice.gluon else plan.PORTABLE
         self.cut = plan.cut(segments, tokens.count, heads, self.blocks, where.units, costs)
+        self.shares = 0
+        if not self.cut.parts:
+            self.shares = plan.shares(segments, tokens.count, heads, self.blocks[0], where.units, costs)
+        self.form = FIRST if self.cut.parts else SHARED if self.shares else WHOLE
+        self.may_share = costs.piece > 0
         tiles = plan.max_tiles(tokens.count, segments.count)
         record = plan.record_bytes(key_dim, precise)
-        layout = plan.Layout.of(tiles, self.cut.parts, segments.count, heads, key_dim, value_dim, record)
+        layout = plan.Layout.of(tiles, self.cut.parts, self.shares, segments.count, heads, key_dim, value_dim, record)
+        flags = self.shares * self.blocks[0]
         self.scratch_bytes = layout.total
         self.record_units = record // plan.ALIGNMENT
         self.starts = [x // plan.ALIGNMENT for x in (layout.records, layout.carries, layout.transitions)]
         self._tiles = _tiles.bind(
             device,
             (segments.count + 1, 1, 1),
-            (segments.count, tiles, self.cut.later, self.cut.part_tiles),
+            (segments.count, tiles, self.cut.later, flags, self.cut.part_tiles),
             (segments.first_token.stride(0), segments.length.stride(0)),
             (plan.CHUNK, TABLE_BLOCK, choice.overlap),
             num_warps=4,
             views=VIEWS[:1],
         )
-        self._tiles_of = plan.tile_grid(tiles, heads), plan.tile_table(segments.count, self.cut.later), tiles
+        self._tiles_of = plan.tile_grid(tiles, heads), plan.tile_table(segments.count, self.cut.later, flags), tiles
         self._compose = _compose.bind(
             device,
             (value_dim // COMPOSE_ROWS, heads, segments.count),
@@ -116,17 +123,16 @@ class Prepared:
         steps: list[launch.Step] = [(self._tiles, (workspace,), (segments.first_token, segments.length))]
         if tokens.count > 0:
             steps.append((self._prepare(call), (*launch.inputs(tokens, values=False), *[workspace] * 3), ()))
-        chosen, other = self._whole(call, workspace), self._parts
-        if self.cut.parts:
-            chosen, other = self._parts(call, workspace), self._whole
-        if self._steps.run(call, [*steps, *chosen]):  # the first call of its kind: another length may take the other
-            for step, data, tables in other(call, workspace):  # form, and must not compile then
-                step(data, tables, compile_only=True)
+        if self._steps.run(call, [*steps, *self._form(call, self.form, workspace)]):
+            # The first call of its kind: another length may take another form, and must not compile then
+            for form in FORMS if self.may_share else FORMS[:2]:
+                for step, data, tables in self._form(call, form, workspace) if form != self.form else ():
+                    step(data, tables, compile_only=True)
 
-    def _whole(self, call: PrefillCall, workspace: Tensor) -> list[launch.Step]:
-        return [self._scan(call, WHOLE, workspace)]
-
-    def _parts(self, call: PrefillCall, workspace: Tensor) -> list[launch.Step]:
+    def _form(self, call: PrefillCall, form: int, workspace: Tensor) -> list[launch.Step]:
+        """The scan of segments that are whole (WHOLE, SHARED) or cut into parts (FIRST)."""
+        if form != FIRST:
+            return [self._scan(call, form, workspace)]
         compose: launch.Step = (self._compose, (workspace, workspace), ())
         return [self._scan(call, FIRST, workspace), compose, self._scan(call, SECOND, workspace)]
 
@@ -177,6 +183,8 @@ class Prepared:
         exported = _exported(call)
         heads = tokens.value_heads
         grid = (self.blocks[0], heads, segments.count if passes == WHOLE else max(self.cut.later, 1))
+        if passes == SHARED:
+            grid = (self.blocks[0], max(self.shares, 1), 1)
         early = 0
         if passes == FIRST:
             # First parts start as the last programs that find a multiprocessor to themselves; what comes after them
