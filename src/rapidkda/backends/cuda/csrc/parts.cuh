@@ -18,14 +18,15 @@ struct Parts {
     int first_half, half;     // where a head is walked: of part 0; of any other part
 
     DEVICE int begin(int part) const { return min(part ? first + (part - 1) * each : 0, chunks); }
-    DEVICE int middle(int part) const { return min(begin(part) + (part ? half : first_half), chunks); }  // of walked heads
+    // Of walked heads.
+    DEVICE int middle(int part) const { return min(begin(part) + (part ? half : first_half), chunks); }
     DEVICE int part_of(int chunk) const { return chunk < first ? 0 : (chunk - first) / each + 1; }
     DEVICE int last() const { return chunks ? part_of(chunks - 1) : 0; }
 };
 
 constexpr int kWarmUp = 4, kStored = 2;  // chunks that a share takes longer for its warm-up, and for storing a state
-// Equal parts; or, where a head is not walked, a part 0 half as long again: its pair is as much faster than the
-// transitions.
+// Where a head is walked, halves that take equally long, or equal ones where they are short. Else a part 0 half as long
+// again as the others: its pair is as much faster than the transitions.
 DEVICE Parts parts_of(const Params& p, int chunks, bool walked) {
     if (walked) {
         const int share = (chunks + (2 * p.parts - 1) * kWarmUp + p.parts * kStored + 2 * p.parts - 1) / (2 * p.parts);

@@ -19,7 +19,8 @@ DEVICE constexpr int largest(int a, int b) { return a > b ? a : b; }
 // Beside a share's first chunks, whose raw tiles take the first slots, its seam is looked for behind all that they need;
 // where gates are fp32, that has room for one of two chunks, and the other one takes the slots left.
 constexpr int kSpeculated = OneShare::kGroups;
-constexpr int kGuess = 5;  // chunks that a share's warm-up takes at most, nearly always; with more, producers begin again
+// Chunks that a share's warm-up takes at most, nearly always; with more, producers begin again.
+constexpr int kGuess = 5;
 using SeamWalk = Walk<KDA_GATE_FLOAT>;
 constexpr int kBehind = (OneShare::kBytes - 1024 + 1023) / 1024 * 1024;
 constexpr int kWalk = KDA_GATE_FLOAT ? OneShare::raw + kSpeculated * OneShare::kRaw : kBehind;

@@ -176,8 +176,8 @@ DEVICE void tell_seam(u32 to, u32 rank, int seam, u32 bar) {
         : "memory");
 }
 
-// A chunk in the middle of a head, by whose gates a head is walked or not: the same for all parts of the head, so that they
-// agree on how it is divided.
+// A chunk in the middle of a head, by whose gates a head is walked or not: the same for all parts of the head, so that
+// they agree on how it is divided.
 struct Probe {
     int chunk;
     bool asked;  // else the head is not walked
@@ -217,9 +217,9 @@ DEVICE bool forgets(const Params& p, const Work& w, const Probe& probe) {
 }
 
 // A walk back from chunk `begin` of a head: chunk i before the seam begins at token first_token + (begin - i - 1) kChunk,
-// and at most Seam::most_warm_up of them are walked. room: of the first chunk of a batch, aligned to 1024, `stride` bytes
-// from one to the next; ahead: of the tiles of the batch behind it, where there is any, `ahead_stride` bytes from one to the
-// next; landed: barriers of the tiles' places, one arrival each.
+// and at most Seam::most_warm_up of them are walked. room: of the first chunk of a batch, aligned to 1024, `stride`
+// bytes from one to the next; ahead: of the tiles of the batch behind it, where there is any, `ahead_stride` bytes from
+// one to the next; landed: barriers of the tiles' places, one arrival each.
 template <bool kGateFloat>
 struct Walked {
     using Place = Walk<kGateFloat>;
