@@ -94,6 +94,16 @@ def run(
     return out, pool, found.view(len(inputs.spans), 2 * parts, inputs.v.shape[1]).cpu()
 
 
+def first_chunks(chunks: int, halves: int) -> list[int]:
+    """Where the halves of a walked head's parts begin, as csrc/parts.cuh has it."""
+    warm_up, stored = 4, 2
+    share = -(-(chunks + (halves - 1) * warm_up + halves // 2 * stored) // halves)
+    lengths = [share, share - warm_up - stored] + [share - warm_up, share - warm_up - stored] * (halves // 2 - 1)
+    if share < 2 * (warm_up + stored):
+        lengths = [-(-chunks // halves)] * halves
+    return [min(sum(lengths[:half]), chunks) for half in range(halves)]
+
+
 def expected_seams(inputs: Inputs, halves: int) -> tuple[Tensor, Tensor]:
     """Seams [N, halves, HV] in float64, with the threshold a hundredth lower and higher; half 0 has none."""
     group = inputs.v.shape[1] // inputs.k.shape[1]
@@ -109,9 +119,9 @@ def expected_seams(inputs: Inputs, halves: int) -> tuple[Tensor, Tensor]:
     found = torch.full((2, len(inputs.spans), halves, inputs.v.shape[1]), -1, dtype=torch.int32)
     for n, (first, length) in enumerate(inputs.spans):
         chunks = -(-length // CHUNK)
-        each = -(-chunks // halves)
+        begins = first_chunks(chunks, halves)
         for half in range(1, halves):
-            begin = min(half * each, chunks)
+            begin = begins[half]
             y = torch.ones(inputs.v.shape[1], k.shape[2], dtype=torch.float64)
             open_ = torch.ones(2, inputs.v.shape[1], dtype=torch.bool)
             for i in range(min(begin, MOST_WARM_UP)):

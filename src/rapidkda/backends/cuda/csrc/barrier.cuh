@@ -109,7 +109,9 @@ struct Handover {
     }
 };
 
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Relaxed: what the CTAs tell each other is ordered by fence.mbarrier_init and by mbarriers. A release is a fence over all
+// of the GPU's memory, which waits for every store that is on its way.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_barrier() {
     cluster_arrive();
@@ -120,6 +122,12 @@ DEVICE u32 cluster_rank() {
     asm("mov.u32 %0,%%cluster_ctarank;" : "=r"(r));
     return r;
 }
+
+// A kernel may start while the one before it ends (Shape.overlap in driver.py). All of its threads wait here before they
+// touch what that one, or any before it, writes or reads.
+DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// When all CTAs have said so, or have left, those of the next kernel may take what is free.
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 template <int kRegisters>
 DEVICE void release_registers() {

@@ -42,9 +42,33 @@ DEVICE void store_row(u16* to, Words4 x) {
     asm volatile("st.global.v4.b32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
-DEVICE bool shared_part(const Params& p, int segment, int part, int head) {
-    return by_shares(part, p.seams[seam_index(p, segment, 2 * part, head)],
-                     p.seams[seam_index(p, segment, 2 * part + 1, head)]);
+// What the seams of a head say, asked for in one trip to memory: whether it is walked, and which parts are shared.
+struct Seams {
+    bool walked;
+    u32 shared;  // bits of parts
+
+    DEVICE Seams(const Params& p, int segment, int head) {
+        const int lane = threadIdx.x & 31;
+        const int first = lane < p.parts ? p.seams[seam_index(p, segment, 2 * lane, head)] : kRemembers;
+        const int second = lane < p.parts ? p.seams[seam_index(p, segment, 2 * lane + 1, head)] : kRemembers;
+        shared = __ballot_sync(kAllLanes, lane < p.parts && by_shares(lane, first, second));
+        walked = __shfl_sync(kAllLanes, first, 0) != kNotWalked;
+    }
+    DEVICE bool has(int part) const { return shared >> part & 1; }
+};
+
+// The last state of a head whose last part is shared: a copy, where it may be moved by sixteen bytes.
+DEVICE bool copy_state(const Params& p, const Work& w, const float* from) {
+    float* const to = static_cast<float*>(p.final_) + w.write_slot * p.final_stride + static_cast<i64>(w.head) * kMatrix;
+    if (!(p.flags & kVectorStates) || !(p.flags & kFinalFloat) || reinterpret_cast<u64>(to) % 16) return false;
+    constexpr int kEach = kMatrix / 4 / kThreads;
+    Quad x[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++) x[i] = reinterpret_cast<const Quad*>(from)[threadIdx.x + i * kThreads];
+    let_next_kernel_start();
+#pragma unroll
+    for (int i = 0; i < kEach; i++) reinterpret_cast<Quad*>(to)[threadIdx.x + i * kThreads] = x[i];
+    return true;
 }
 
 // A checkpoint's segment, or -1.
@@ -133,6 +157,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) correct(const __grid_c
     const int thread = threadIdx.x, lane = thread & 31, warpgroup = thread >> 7, warp = thread >> 5 & 3;
     const int g = lane >> 2, q = lane & 3;
 
+    wait_for_kernel_before();
+
     // What is to be done.
     const int units = p.segments * p.value_heads, later = p.parts - 1, checkpoints = p.checkpoints * p.value_heads;
     const int slices = (static_cast<int>(gridDim.x) - units - checkpoints) / (units * later);
@@ -149,13 +175,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) correct(const __grid_c
     } else {
         checkpoint = (index - units * later * slices) / p.value_heads;
         segment = segment_of(p, checkpoint);
-        if (segment < 0) return;
     }
-    const bool walked = p.seams[seam_index(p, segment, 0, head)] != kNotWalked;
-    if (checkpoint < 0 && part >= 0 && shared_part(p, segment, part, head)) return;
+    if (segment < 0) return;
     const Work w = find_work(p, segment, head);
+    const Seams seams(p, segment, head);
+    if (checkpoint < 0 && part >= 0 && seams.has(part)) return;
     if (w.padding) return;
-    const Parts parts = parts_of(p, w.chunks, walked);
+    const Parts parts = parts_of(p, w.chunks, seams.walked);
     const int last = parts.last();
     int slot = 0;
     if (checkpoint >= 0) {
@@ -166,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) correct(const __grid_c
     }
     const bool tokens = part >= 0 && checkpoint < 0;
     if (part > last || (part < 0 && !p.final_)) return;
-    if (checkpoint >= 0 && (part == 0 || shared_part(p, segment, part, head))) return;
+    if (checkpoint >= 0 && (part == 0 || seams.has(part))) return;
+    if (part < 0 && seams.has(last) && copy_state(p, w, transition_of(p, segment, last, head))) return;
 
     // The rows of this slice, in tiles; the first ones are brought into the L2 cache while their start is made.
     const int first = parts.begin(max(part, 0)) * kChunk;
@@ -193,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) correct(const __grid_c
     }
     const int before = part < 0 ? last + 1 : part;  // the part whose start is wanted, or the end
     int known = before - 1;
-    while (known > 0 && !shared_part(p, segment, known, head)) known--;
+    while (known > 0 && !seams.has(known)) known--;
     const int own_row = warpgroup * 64 + warp * 16 + g;
     const int row = tokens ? exchanged(own_row) : own_row, step = tokens ? 2 : 8;
     float state[64];

@@ -11,6 +11,8 @@ extern "C" __constant__ const LaunchInfo launch_info = {256, 0, 1};
 // Grid: (blocks of 256 channels, segments).
 extern "C" __global__ void __launch_bounds__(256)
     history(const __grid_constant__ Params p, const __grid_constant__ Neighbours b) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
     const int n = blockIdx.y, channel = blockIdx.x * 256 + threadIdx.x;
     const int first = min(max(p.first_token[n], 0), p.tokens), length = min(max(p.length[n], 0), p.tokens - first);
     const int from = b.conv_pool ? history_slot(p, b, n) : 0;

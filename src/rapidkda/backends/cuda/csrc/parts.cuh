@@ -15,22 +15,30 @@ constexpr int kRemembers = -1, kNotWalked = -2;  // not walked: nowhere in this 
 
 struct Parts {
     int chunks, first, each;  // of the head; of part 0; of any other part, as far as there are any
+    int first_half, half;     // where a head is walked: of part 0; of any other part
 
     DEVICE int begin(int part) const { return min(part ? first + (part - 1) * each : 0, chunks); }
-    DEVICE int middle(int part) const { return min(part * each + each / 2, chunks); }  // of equal parts
+    // Of walked heads.
+    DEVICE int middle(int part) const { return min(begin(part) + (part ? half : first_half), chunks); }
     DEVICE int part_of(int chunk) const { return chunk < first ? 0 : (chunk - first) / each + 1; }
     DEVICE int last() const { return chunks ? part_of(chunks - 1) : 0; }
 };
 
-// Equal parts; or, where a head is not walked, a part 0 half as long again: its pair is as much faster than the
-// transitions.
+constexpr int kWarmUp = 4, kStored = 2;  // chunks that a share takes longer for its warm-up, and for storing a state
+// Where a head is walked, halves that take equally long, or equal ones where they are short. Else a part 0 half as long
+// again as the others: its pair is as much faster than the transitions.
 DEVICE Parts parts_of(const Params& p, int chunks, bool walked) {
     if (walked) {
+        const int share = (chunks + (2 * p.parts - 1) * kWarmUp + p.parts * kStored + 2 * p.parts - 1) / (2 * p.parts);
+        if (share >= 2 * (kWarmUp + kStored)) {
+            const int second = share - kWarmUp - kStored;
+            return Parts{chunks, share + second, share - kWarmUp + second, share, share - kWarmUp};
+        }
         const int each = (chunks + 2 * p.parts - 1) / (2 * p.parts) * 2;
-        return Parts{chunks, each, each};
+        return Parts{chunks, each, each, each / 2, each / 2};
     }
     const int each = (2 * chunks + 2 * p.parts) / (2 * p.parts + 1);
-    return Parts{chunks, max(chunks - (p.parts - 1) * each, each), each};
+    return Parts{chunks, max(chunks - (p.parts - 1) * each, each), each, 0, 0};
 }
 
 // The run of chunks begin..end of a head's, the first `warm_up` of which only make a state.

@@ -19,10 +19,14 @@ DEVICE constexpr int largest(int a, int b) { return a > b ? a : b; }
 // Beside a share's first chunks, whose raw tiles take the first slots, its seam is looked for behind all that they need;
 // where gates are fp32, that has room for one of two chunks, and the other one takes the slots left.
 constexpr int kSpeculated = OneShare::kGroups;
+// Chunks that a share's warm-up takes at most, nearly always; with more, producers begin again.
+constexpr int kGuess = 5;
 using SeamWalk = Walk<KDA_GATE_FLOAT>;
 constexpr int kBehind = (OneShare::kBytes - 1024 + 1023) / 1024 * 1024;
 constexpr int kWalk = KDA_GATE_FLOAT ? OneShare::raw + kSpeculated * OneShare::kRaw : kBehind;
 constexpr int kWalkStride = KDA_GATE_FLOAT ? kBehind - kWalk : SeamWalk::chunk_bytes;
+constexpr int kWalkAhead = OneShare::raw + kSpeculated * OneShare::kRaw;  // slots that those chunks do not take
+static_assert(KDA_GATE_FLOAT || OneShare::kSlots >= kSpeculated + Seam::batch);
 constexpr int kWalkEnd = kWalk + (Seam::batch - 1) * kWalkStride + SeamWalk::chunk_bytes;
 static_assert(!KDA_GATE_FLOAT || (Seam::batch == 2 && kWalk + SeamWalk::chunk_bytes <=
                                                           OneShare::raw + OneShare::kSlots * OneShare::kRaw));
@@ -112,6 +116,8 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part, Me
         barrier_init_fence();
         fence_async_proxy();
     }
+    if constexpr (!C::kParts) wait_for_kernel_before();
+    if constexpr (C::kForm == Form::kWhole) let_next_kernel_start();
     if (C::kNorms && thread < 128) store_shared_float(shared + C::norm_weight + thread * 4, b.norm_weight[thread]);
     if constexpr (kComes == Comes::kAll)
         __syncthreads();
@@ -125,10 +131,12 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part, Me
             release_registers<C::kProducerRegisters>();
         else if constexpr (C::kProducerRegisters > kHeld)
             claim_registers<C::kProducerRegisters>();
-        for (int base = 0, chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
+        int base = 0;
+        for (int chunks; (chunks = next_run()) != kNoMore; base += max(chunks, 0)) {
             if (chunks < 0) continue;
             prepare_chunks<C>(p, w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
         }
+        if constexpr (C::kCluster) drain_stage<C>(shared, warp_index - C::kFirstProducer / 32, rank, base);
         if constexpr (C::kNorms)
             norm_last_output<C>(p, b, shared, warp_index - C::kFirstProducer / 32, lane, output);
     } else if (warp_index >= C::kConsumers / 32) {
@@ -143,10 +151,7 @@ DEVICE void run(const Params& p, const Neighbours& b, u32 shared, Work* part, Me
             else if (chunks == kPadding && rank == 0)
                 write_zeros(p, w, C::kConsumers);
         }
-    }
-    if constexpr (C::kCluster) {  // neither CTA leaves while the other may still write to it
-        __syncwarp();
-        cluster_barrier();
+        if constexpr (!C::kParts && C::kForm != Form::kWhole) let_next_kernel_start();
     }
 }
 
@@ -157,9 +162,17 @@ struct Halves {
     bool idle;              // the head has no such part
     Work guess, rest, all;  // runs: of producers before the seams are known and then, of consumers
     int seams[2];           // before both halves
+    // Chunks before the half, and in all, that producers begin with before the seams are known.
+    DEVICE int guessed() const { return min(begin, kGuess); }
+    DEVICE int speculated() const { return idle ? 0 : min(guessed() + end - begin, kSpeculated); }
+    DEVICE Walked<KDA_GATE_FLOAT> back(u32 shared) const {
+        return {begin, shared + kWalk, kWalkStride, shared + kWalkAhead, OneShare::kRaw, shared_address(landed)};
+    }
+
     u64 told;               // barrier: they are known, and with them `rest` and `all`
     u64 met;                // barrier: Meeting
-    u64 landed[Seam::batch];
+    u64 landed[SeamWalk::places];
+    u64 probed;
 };
 
 // A part that may not be shared: see run_part.
@@ -175,32 +188,32 @@ DEVICE void run_unshared(const Params& p, const Neighbours& b, u32 shared, Halve
 }
 
 // Each CTA takes its half of the chunks of a head that is walked, if that is right: while consumers look for the seam
-// before it, producers prepare the first chunks, from kSpeculated before the half on. Consumers leave out those that the
+// before it, producers prepare the first chunks, from kGuess before the half on. Consumers leave out those that the
 // seam shows to be too early; with a seam still earlier, they leave out all, and producers begin again.
 DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& s, u32 rank, bool walked) {
     using C = OneShare;
     const int thread = threadIdx.x, lane = thread & 31;
     const int warp_index = __shfl_sync(kAllLanes, thread >> 5, 0);
-    const int guess = min(s.begin, kSpeculated), speculated = s.idle ? 0 : min(guess + s.end - s.begin, kSpeculated);
-    const u32 told = shared_address(&s.told), landed = shared_address(s.landed), seams = shared_address(s.seams);
+    const int guess = s.guessed(), speculated = s.speculated();
+    const u32 told = shared_address(&s.told), seams = shared_address(s.seams);
     if (walked && thread == 0) {
-        init_barriers<C>(shared, rank);
-        for (int i = 0; i < Seam::batch; i++) barrier_init(landed + 8 * i, 1);
-        barrier_init_fence();
-        fence_async_proxy();
         barrier_expect(told, 8);
         s.guess = run_of(s.head, s.part, s.begin, s.end, guess);
     }
+    if (!walked) {  // what was asked for comes all the same
+        for (int i = 0; i < speculated; i++) barrier_wait_together(shared + C::raw_full + 8 * i, 0);
+        const auto back = s.back(shared);
+        for (int i = 0; i < min(back.most(), SeamWalk::places); i++) back.wait_for(i);
+    }
     __syncthreads();
+    if (!walked && thread == 0) end_barriers<C>(shared);
 
     Meeting meeting{shared_address(&s.met), 0};
     auto shares = [&]() {
         barrier_wait_together(told, 0);
         return __shfl_sync(kAllLanes, !s.idle && by_shares(s.part, load_shared(seams), load_shared(seams + 4)), 0);
     };
-    auto leave = [&]() {  // neither CTA while the other may still write to it
-        __syncwarp();
-        cluster_barrier();
+    auto leave = [&]() {  // all that the other CTA writes here is the seam, which has come
         asm volatile("exit;");  // where a return would keep the registers of what follows
         __builtin_unreachable();
     };
@@ -211,13 +224,8 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
         for (int base = 0, chunks = speculated; walked;) {
             if (chunks > 0)
                 prepare_chunks<C>(p, *w, shared, warp_index - C::kFirstProducer / 32, lane, rank, chunks, base, b, output);
-            if (w == &s.rest) {
-                __syncwarp();
-                cluster_wait();
-                leave();
-            }
+            if (w == &s.rest) leave();
             if (!shares()) break;
-            cluster_arrive();
             w = &s.rest;
             chunks = w->chunks;
             base = speculated;
@@ -226,7 +234,14 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
         return run_unshared<Comes::kProducers>(p, b, shared, s, walked, meeting);
     }
     if (walked) {
-        const int seam = walk<KDA_BOUNDED, KDA_GATE_FLOAT>(p, s.head, s.begin, shared + kWalk, kWalkStride, landed);
+        // The chunks behind, into L2, once what comes first has come. A warp a chunk.
+        if (warp_index >= 4) {
+            const auto back = s.back(shared);
+            if (back.most() > 0) back.wait_for(0);
+            const int chunk = s.begin - guess + kSpeculated + warp_index - 4;
+            if (lane == 0 && chunk < s.head.chunks) prefetch_chunk(p, s.head, chunk);
+        }
+        const int seam = walk<KDA_BOUNDED, KDA_GATE_FLOAT>(p, s.head, s.back(shared));
         const int begin = max(seam, 0), left_out = begin > guess ? speculated : guess - begin;
         if (thread == 0) {
             s.all = run_of(s.head, s.part, s.begin, s.end, begin);
@@ -249,6 +264,18 @@ DEVICE void run_share(const Params& p, const Neighbours& b, u32 shared, Halves& 
     run_unshared<Comes::kOthers>(p, b, shared, s, walked, meeting);
 }
 
+// What a share needs first, before it is known whether the part will be shared. The requests of a warp come one after
+// another, so several make them.
+DEVICE void ask_for_first(const Params& p, const Halves& s, u32 shared) {
+    const Work& head = s.head;
+    const int start = s.begin - s.guessed(), lane = threadIdx.x & 31;
+    const int producer = static_cast<int>(threadIdx.x >> 5) - OneShare::kFirstProducer / 32, i = producer >> 1;
+    if (threadIdx.x == 0) s.back(shared).load(p, head, 0, SeamWalk::places);
+    if (producer >= 0 && producer % 2 == 0 && i < s.speculated() && arrives(lane))
+        load_raw_tiles<OneShare>(p, shared + OneShare::raw + i * OneShare::kRaw, shared + OneShare::raw_full + 8 * i,
+                                 head.first_token + (start + i) * kChunk, head.head / p.group, head.head, lane);
+}
+
 // A part of a segment, by a cluster (parts.cuh). Where all before it and all before its middle is forgotten, the two
 // CTAs share it by time instead of V, each with all of V: less work in all. Else a pair runs part 0, and of any other
 // part one CTA makes B and the outputs as from nothing, the other one M and what the outputs have to add (correct.cu).
@@ -261,9 +288,14 @@ DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
     if (threadIdx.x == 0) {
         barrier_init(shared_address(&share.told), 2);
         Meeting::init(shared_address(&share.met), kThreads / 32);
+        for (int i = 0; i < SeamWalk::places; i++) barrier_init(shared_address(share.landed + i), 1);
+        barrier_init(shared_address(&share.probed), 1);
+        init_barriers<OneShare>(shared, rank);
         barrier_init_fence();
+        fence_async_proxy();
     }
     cluster_arrive();
+    wait_for_kernel_before();
     if (threadIdx.x == 0) {
         const int index = blockIdx.x / 2, part = index / p.value_heads % p.parts;
         share.head = find_work(p, segment_at(p, index / p.value_heads / p.parts), index % p.value_heads);
@@ -272,6 +304,8 @@ DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
         share.begin = rank ? parts.middle(part) : parts.begin(part);
         share.end = rank ? parts.begin(part + 1) : parts.middle(part);
         share.idle = part > parts.last();
+        const Probe probe(p, share.head, shared, shared_address(&share.probed));
+        if (!share.head.padding) ask_for_probe<KDA_GATE_FLOAT>(p, share.head, probe);
     }
     __syncthreads();
     const Work& head = share.head;
@@ -281,15 +315,11 @@ DEVICE void run_part(const Params& p, const Neighbours& b, u32 shared) {
             write_zeros(p, run_of(head, share.part, share.begin, parts.begin(share.part + 1), 0), kThreads);
         return;
     }
-    auto prefetch = [&](int first, int count) {
-        const int i = share.begin + first + static_cast<int>(threadIdx.x) - 32;
-        if (threadIdx.x >= 32 && threadIdx.x < 32 + count && i >= 0 && i < head.chunks) prefetch_chunk(p, head, i);
-    };
-    const bool walked = forgets<KDA_BOUNDED, KDA_GATE_FLOAT>(p, head, shared);
+    ask_for_first(p, share, shared);
+    const bool walked = forgets<KDA_BOUNDED, KDA_GATE_FLOAT>(
+        p, head, Probe(p, head, shared, shared_address(&share.probed)));
     cluster_wait();  // the other CTA runs
-    if (walked)
-        prefetch(-kSpeculated, 2 * kSpeculated);
-    else if (threadIdx.x == 0)
+    if (!walked && threadIdx.x == 0)
         p.seams[seam_index(p, head.segment, 2 * share.part + rank, head.head)] = kNotWalked;
     run_share(p, b, shared, share, rank, __shfl_sync(kAllLanes, walked, 0));
 }

@@ -66,6 +66,15 @@ DEVICE void prefetch_chunk(const Params& p, int token, int query_head, int head)
     prefetch_tile(&p.v, token, 1, head);
 }
 
+// Until the consumers of both CTAs are done with the stage of this group, and so with all that it copied to the peer: this
+// CTA must not leave before. `end`: chunks of all runs.
+template <class C>
+DEVICE void drain_stage(u32 shared, int warp_index, u32 rank, int end) {
+    static_assert(C::kStages == 2 * C::kGroups);
+    const int stage = (warp_index >> 1) * 2 + rank, round = (end + C::kStages - 1 - stage) / C::kStages;
+    barrier_wait(shared + C::empty + 8 * stage, (round & 1) ^ 1);
+}
+
 // Beta is asked for, to be decoded when it is needed: the copy has a chunk's time to arrive, where a load would hold up
 // whatever shares its scoreboard. It takes the aligned word around the element, which may be its upper half.
 struct BetaRows {
@@ -186,6 +195,16 @@ DEVICE void make_decays(DecaysInShared& decays, u32 gates, int lane, const GateC
     }
 }
 
+// Raw q, k and g of a chunk. One thread, or those that arrive.
+template <class C>
+DEVICE void load_raw_tiles(const Params& p, u32 to, u32 bar, int token, int query_head, int head, int lane) {
+    if (lane != 0) return barrier_arrive(bar);
+    barrier_expect(bar, C::kRawBytes);
+    copy_tile(to, &p.q, token, 0, query_head, bar);
+    copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
+    copy_tile(to + 8192, &p.g, token, 0, head, bar);
+}
+
 template <class C>
 DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_index, int this_lane, u32 rank, int n,
                            int base, const Neighbours& b, Output& output) {
@@ -206,11 +225,8 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     auto load_raw = [&](int i, int landing, int lane) {  // one thread, or those that arrive
         const int token = run.first_token + i * kChunk;
         const u32 to = shared + C::raw + C::slot_of(landing) * C::kRaw, bar = shared + C::raw_full + 8 * landing;
-        if (lane != 0) return barrier_arrive(bar);
-        barrier_expect(bar, C::kRawBytes);
-        copy_tile(to, &p.q, token, 0, query_head, bar);
-        copy_tile(to + 4096, &p.k, token, 0, query_head, bar);
-        copy_tile(to + 8192, &p.g, token, 0, run.head, bar);
+        load_raw_tiles<C>(p, to, bar, token, query_head, run.head, lane);
+        if (lane != 0) return;
         if constexpr (C::kConvolves) load_before<C>(p, b, to, token, query_head, run.head, bar);
         if constexpr (C::kDecaysInShared)
             if (i + kAhead < n) prefetch_chunk(p, token + kAhead * kChunk, query_head, run.head);
@@ -226,7 +242,7 @@ DEVICE void prepare_chunks(const Params& p, const Work& w, u32 shared, int warp_
     // where its stage has never been used, and only then the rest.
     constexpr bool kValuesFirst = C::kForm == Form::kWhole && !C::kConvolves;
     meet(exchange, 64);  // both warps have left the raw tiles of the run before
-    load_first(0, kStep);
+    if (!(C::kParts && C::kForm == Form::kWhole && base == 0)) load_first(0, kStep);  // a share's: prefill.cu
     // Write strengths, of token `lane`. A warp looks after those of the chunks that it solves: behind its products of the
     // chunk before the last of its own it asks for them, and ahead of its products of the last it decodes them in place
     // and tells the other warp which of them are strong.

@@ -137,11 +137,14 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         for (int t = 0; t < 64; t++) state[t] = 0.f;
     }
     if constexpr (kShare) {
+        // In registers from here on: the assembler would keep most of it in local memory until the first chunk, which costs
+        // 4 us there. With more of it in registers the loop spills addresses.
+#pragma unroll
+        for (int t = 0; t < 40; t++) asm volatile("" : "+f"(state[t]));
         for (int i = 0; i < base; i++) {  // chunks of the share that are left out: prefill.cu
             barrier_wait_together(shared + C::full + 8 * i, 0);
             if (arrives(lane)) barrier_arrive(shared + C::empty + 8 * i);
         }
-        cluster_arrive();  // the last state may go where the first one was: see below
     }
 
     // The next checkpoint, and the chunk of this run that it follows, or -1. Those behind the run are left out: a table
@@ -389,7 +392,7 @@ DEVICE void run_recurrence(const Params& p, const Work& w, u32 shared, int warp_
         write_output(n - 1, w.rows - (n - 1) * kChunk);
     }
 
-    if constexpr (kShare) cluster_wait();
+    if constexpr (C::kParts) let_next_kernel_start();
     if (!w.kept) return;
     if (C::kParts)
         store_transition(state, transition_of(p, w.segment, w.part, w.head), identity, row, column, low_bf16(range.out()));

@@ -34,6 +34,8 @@ struct Seam {
 template <bool kGateFloat>
 struct Walk {
     static constexpr int gates = Seam::key_bytes, factors = gates + (kGateFloat ? 8192 : 4096);
+    // Of tiles. Beside bf16 gates there are two more than are walked at once, so that the next ones come meanwhile.
+    static constexpr int places = kGateFloat ? Seam::batch : 2 * Seam::batch;
     static constexpr int chunk_bytes = (factors + Seam::groups * Seam::group_bytes + 1023) / 1024 * 1024;
 };
 
@@ -152,13 +154,17 @@ DEVICE Quad walk_group(Quad y, u32 from, int lane) {
 }
 
 // A chunk's tiles into the L2 cache. One thread.
+DEVICE void prefetch_values(const Params& p, const Work& w, int chunk) {
+    const int token = w.first_token + chunk * kChunk;
+    prefetch_tile(&p.v, token, 0, w.head);
+    prefetch_tile(&p.v, token, 1, w.head);
+}
 DEVICE void prefetch_chunk(const Params& p, const Work& w, int chunk) {
     const int token = w.first_token + chunk * kChunk;
     prefetch_tile(&p.q, token, 0, w.head / p.group);
     prefetch_tile(&p.k, token, 0, w.head / p.group);
-    prefetch_tile(&p.v, token, 0, w.head);
-    prefetch_tile(&p.v, token, 1, w.head);
     prefetch_tile(&p.g, token, 0, w.head);
+    prefetch_values(p, w, chunk);
 }
 
 // A seam to CTA `rank` of the cluster, where it completes on `bar`.
@@ -170,26 +176,32 @@ DEVICE void tell_seam(u32 to, u32 rank, int seam, u32 bar) {
         : "memory");
 }
 
-// Whether a head is walked: its gates, by one chunk in its middle, are fast enough for it. That chunk is the same for all
-// parts of the head, so that they agree on how it is divided. All threads of a CTA, a token of the chunk a warp. shared: a
-// tile of gates and 8 KB, aligned to 1024.
+// A chunk in the middle of a head, by whose gates a head is walked or not: the same for all parts of the head, so that
+// they agree on how it is divided.
+struct Probe {
+    int chunk;
+    bool asked;  // else the head is not walked
+    u32 room, landed;  // a tile of gates and 8 KB, aligned to 1024; a barrier, one arrival
+
+    DEVICE Probe(const Params& p, const Work& w, u32 room, u32 landed)
+        : chunk(w.chunks / 2), asked((p.flags & kL2Norm) && w.chunks > 0), room(room), landed(landed) {}
+};
+// One thread.
+template <bool kGateFloat>
+DEVICE void ask_for_probe(const Params& p, const Work& w, const Probe& probe) {
+    if (!probe.asked) return;
+    barrier_expect(probe.landed, kGateFloat ? 8192 : 4096);
+    copy_tile(probe.room, &p.g, w.first_token + probe.chunk * kChunk, 0, w.head, probe.landed);
+}
+
+// Whether a head is walked: its gates in the probe are fast enough for it. All threads of a CTA, a token a warp.
 template <bool kBounded, bool kGateFloat>
-DEVICE bool forgets(const Params& p, const Work& w, u32 shared) {
-    __shared__ u64 barrier;
-    constexpr int kGateBytes = kGateFloat ? 8192 : 4096;
-    const u32 landed = shared_address(&barrier), sums = shared + kGateBytes;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, probed = w.chunks / 2;
-    if (!(p.flags & kL2Norm) || w.chunks == 0) return false;
-    if (threadIdx.x == 0) {
-        barrier_init(landed, 1);
-        barrier_init_fence();
-        fence_async_proxy();
-        barrier_expect(landed, kGateBytes);
-        copy_tile(shared, &p.g, w.first_token + probed * kChunk, 0, w.head, landed);
-    }
+DEVICE bool forgets(const Params& p, const Work& w, const Probe& probe) {
+    const u32 shared = probe.room, sums = shared + (kGateFloat ? 8192 : 4096);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, probed = probe.chunk;
+    if (!probe.asked) return false;
     const Gates<kBounded> gates(p, w.head, 4 * lane);
-    __syncthreads();  // the barrier
-    barrier_wait_together(landed, 0);
+    barrier_wait_together(probe.landed, 0);
     const Quad g = kGateFloat ? load_float_channels(shared, warp, lane) : load_bf16_channels(shared, warp, lane);
     const float exists = probed * kChunk + warp < w.rows ? 1.f : 0.f;
     store_shared_quad(sums + warp * 512 + lane * 16,
@@ -204,28 +216,50 @@ DEVICE bool forgets(const Params& p, const Work& w, u32 shared) {
     return __syncthreads_and(sum < Seam::log2_least);
 }
 
-// The seam before chunk `begin` of a head, by Seam::threads threads. room: of the first chunk of a batch, aligned to 1024,
-// `stride` bytes from one to the next; landed: Seam::batch barriers, one arrival each.
+// A walk back from chunk `begin` of a head: chunk i before the seam begins at token first_token + (begin - i - 1) kChunk,
+// and at most Seam::most_warm_up of them are walked. room: of the first chunk of a batch, aligned to 1024, `stride`
+// bytes from one to the next; ahead: of the tiles of the batch behind it, where there is any, `ahead_stride` bytes from
+// one to the next; landed: barriers of the tiles' places, one arrival each.
+template <bool kGateFloat>
+struct Walked {
+    using Place = Walk<kGateFloat>;
+    int begin;
+    u32 room;
+    int stride;
+    u32 ahead;
+    int ahead_stride;
+    u32 landed;
+
+    DEVICE int most() const { return min(begin, Seam::most_warm_up); }
+    DEVICE u32 tiles_of(int i) const {
+        const int place = i % Place::places;
+        return place < Seam::batch ? room + place * stride : ahead + (place - Seam::batch) * ahead_stride;
+    }
+    DEVICE u32 landed_of(int i) const { return landed + 8 * (i % Place::places); }
+    DEVICE void wait_for(int i) const { barrier_wait_together(landed_of(i), i / Place::places & 1); }
+    // Chunks from..to - 1, as far as there are any. One thread.
+    DEVICE void load(const Params& p, const Work& w, int from, int to) const {
+#pragma unroll 1
+        for (int i = from; i < min(most(), to); i++) {
+            const int token = w.first_token + (begin - i - 1) * kChunk;
+            barrier_expect(landed_of(i), Place::factors);
+            copy_tile(tiles_of(i), &p.k, token, 0, w.head / p.group, landed_of(i));
+            copy_tile(tiles_of(i) + Place::gates, &p.g, token, 0, w.head, landed_of(i));
+        }
+    }
+};
+
+// The seam, by Seam::threads threads; the first tiles, one for each place, have been asked for.
 template <bool kBounded, bool kGateFloat>
-DEVICE int walk(const Params& p, const Work& w, int begin, u32 room, int stride, u32 landed) {
+DEVICE int walk(const Params& p, const Work& w, const Walked<kGateFloat>& walked) {
     __shared__ int verdict;  // the seam, or kOpen
     constexpr int kOpen = -3;
     using Place = Walk<kGateFloat>;
+    constexpr int kPlaces = Place::places;
+    const int begin = walked.begin, most = walked.most();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int chunk = warp / Seam::groups, group = warp % Seam::groups;
-    // Chunk i before the seam begins at token first_token + (begin - i - 1) kChunk; `most` of them may be walked.
-    const int most = min(begin, Seam::most_warm_up);
-    auto load_batch = [&](int batch) {
-        for (int i = batch * Seam::batch; i < min(most, (batch + 1) * Seam::batch); i++) {
-            const int token = w.first_token + (begin - i - 1) * kChunk;
-            const u32 to = room + i % Seam::batch * stride, bar = landed + 8 * (i % Seam::batch);
-            barrier_expect(bar, Place::factors);
-            copy_tile(to, &p.k, token, 0, w.head / p.group, bar);
-            copy_tile(to + Place::gates, &p.g, token, 0, w.head, bar);
-        }
-    };
     if (most == 0) return kRemembers;
-    if (threadIdx.x == 0) load_batch(0);
     // Lane 4 b + t holds the write strength of this warp's token t in batch b.
     const int row = (begin - lane / Seam::group * Seam::batch - chunk - 1) * kChunk + group * Seam::group +
                     lane % Seam::group;
@@ -243,35 +277,37 @@ DEVICE int walk(const Params& p, const Work& w, int begin, u32 room, int stride,
     for (int batch = 0; seam == kOpen; batch++) {
         const int i = batch * Seam::batch + chunk;
         if (i < most) {
-            barrier_wait_together(landed + 8 * chunk, batch & 1);
-            const u32 own = room + chunk * stride;
-            prepare_group<kGateFloat>(own + Place::factors + group * Seam::group_bytes, own, own + Place::gates, gates,
-                                      lane, group * Seam::group,
+            walked.wait_for(i);
+            const u32 tiles = walked.tiles_of(i), factors = walked.room + chunk * walked.stride + Place::factors;
+            prepare_group<kGateFloat>(factors + group * Seam::group_bytes, tiles, tiles + Place::gates, gates, lane,
+                                      group * Seam::group,
                                       __shfl_sync(kAllLanes, beta, batch * Seam::group + lane % Seam::group),
                                       w.rows - (begin - i - 1) * kChunk);
         }
+        const int next = (batch + 1) * Seam::batch, ahead_of = batch * Seam::batch + kPlaces;  // chunks
+        fence_async_proxy();  // reads of tiles, before copies over them
         named_barrier(Seam::barrier, Seam::threads);
+        if (threadIdx.x == Seam::threads / 2) walked.load(p, w, ahead_of, ahead_of + Seam::batch);
         if (warp == 0) {
-            if (lane == 0) load_batch(batch + 1);
             auto all_below = [&](float x) { return __all_sync(kAllLanes, y.x < x && y.y < x && y.z < x && y.w < x); };
             for (int c = 0; c < Seam::batch && seam == kOpen; c++) {
-                const int walked = batch * Seam::batch + c + 1;
+                const int done = batch * Seam::batch + c + 1;
 #pragma unroll
                 for (int g = Seam::groups - 1; g >= 0; g--)
-                    y = walk_group(y, room + c * stride + Place::factors + g * Seam::group_bytes, lane);
+                    y = walk_group(y, walked.room + c * walked.stride + Place::factors + g * Seam::group_bytes, lane);
                 limit *= Seam::least;
                 if (all_below(Seam::forgotten))
-                    seam = walked;
-                else if (walked == most || !all_below(limit))
+                    seam = done;
+                else if (done == most || !all_below(limit))
                     seam = kRemembers;
             }
             if (lane == 0) verdict = seam;
         }
-        fence_async_proxy();  // reads and writes of all, before copies over them
         named_barrier(Seam::barrier, Seam::threads);
         seam = __shfl_sync(kAllLanes, verdict, 0);
-        // No copy is on its way at the end.
-        if (seam != kOpen && i + Seam::batch < most) barrier_wait_together(landed + 8 * chunk, batch + 1 & 1);
+        if (seam != kOpen)  // no copy is on its way at the end
+            for (int c = next; c < min(most, ahead_of + Seam::batch); c++) walked.wait_for(c);
     }
+    fence_async_proxy();  // reads and writes of all, before copies over them
     return seam;
 }

@@ -257,7 +257,7 @@ def _shapes(call: PrefillCall, chosen: Plan, device: int) -> list[Shape]:
 
     def shape(source: KernelSource, x: int, y: int = 1, z: int = 1) -> Shape:
         loaded = compiler.load(source, device)
-        return Shape(loaded.function, (x * loaded.cluster, y, z), loaded.threads, loaded.shared_bytes)
+        return Shape(loaded.function, (x * loaded.cluster, y, z), loaded.threads, loaded.shared_bytes, overlap=True)
 
     if chosen.form != "parallel":  # CTAs, or clusters of two, that stay and take one head after another
         fused = (call.conv is not None, call.norm is not None)
