@@ -100,6 +100,7 @@ def test_the_table_orders_segments_from_the_longest_to_the_shortest() -> None:
         table,
         segments.first_token,
         segments.length,
+        sum(lengths),
         150,
         tiles,
         0,

@@ -83,7 +83,7 @@ class Prepared:
         self._tiles = _tiles.bind(
             device,
             (segments.count + 1, 1, 1),
-            (segments.count, tiles, self.cut.later, flags, self.cut.part_tiles),
+            (tokens.count, segments.count, tiles, self.cut.later, flags, self.cut.part_tiles),
             (segments.first_token.stride(0), segments.length.stride(0)),
             (plan.CHUNK, TABLE_BLOCK, choice.overlap),
             num_warps=4,
@@ -197,6 +197,7 @@ class Prepared:
             tokens.q.device,
             grid,
             (
+                tokens.count,
                 segments.count,
                 *self.starts,
                 heads,

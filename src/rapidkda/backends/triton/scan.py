@@ -32,7 +32,7 @@ from triton.language import target_info
 from triton.language.extra.cuda import gdc_wait
 
 from . import launch
-from .blocks import INTERPRETED, add_dot, dot, dot_fp32, high_low, narrow, trips, usable
+from .blocks import INTERPRETED, add_dot, dot, dot_fp32, high_low, narrow, trips, usable, within
 from .tiles import part_start, tile_count, weight
 
 WHOLE = tl.constexpr(0)
@@ -180,7 +180,7 @@ def _wait_for(p_flag):
 
 @triton.jit(
     do_not_specialize=[
-        "segments", "record_start", "carry_start", "transition_start", "heads", "early", "first_eighths",
+        "tokens", "segments", "record_start", "carry_start", "transition_start", "heads", "early", "first_eighths",
         "initial_rows", "final_rows", "checkpoint_rows", "pad_slot",
     ],
     do_not_specialize_on_alignment=launch.TABLES,
@@ -188,7 +188,7 @@ def _wait_for(p_flag):
 def scan_kernel(
     p_table, p_bf16, p_fp32, p_v, p_out, p_initial, p_final, p_checkpoint,
     p_first, p_length, p_read, p_write, p_has, p_begin, p_offset, p_slot,
-    segments, record_start, carry_start, transition_start, heads, early, first_eighths,
+    tokens, segments, record_start, carry_start, transition_start, heads, early, first_eighths,
     initial_rows, final_rows, checkpoint_rows, pad_slot,
     v_t, v_h, o_t, o_h, first_s, length_s, initial_s, final_s, read_s, write_s, has_s, begin_s, offset_s, slot_s,
     checkpoint_s,
@@ -260,8 +260,9 @@ def scan_kernel(
         rows = mine * VB + tl.arange(0, VB)
         carry_offset = rows[:, None] * K + channels[None, :]
         n = named.to(tl.int64)
-        length = tl.load(p_length + n * length_s)
-        first = tl.load(p_first + n * first_s).to(tl.int64)
+        first, given = tl.load(p_first + n * first_s), tl.load(p_length + n * length_s)
+        first, length = within(first, given, tokens)
+        first = first.to(tl.int64)
         count = tile_count(length, C)
         begin = part_start(count, index, parts, first_eighths)
         end = part_start(count, index + 1, parts, first_eighths)
@@ -275,8 +276,8 @@ def scan_kernel(
             p_left = p_carry + left_by.to(tl.int64) * (V * K) + carry_offset
             p_flag = p_flags + left_by * (V // VB) + block
 
-        real = length >= 0
-        fresh = length < 0
+        real = given >= 0
+        fresh = given < 0
         read_slot = n
         write_slot = n
         if p_initial is not None:

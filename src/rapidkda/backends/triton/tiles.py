@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import launch
-from .blocks import trips
+from .blocks import trips, within
 
 # Reading and writing the state of a chain of tiles takes about as long as so many tiles. As in plan.py.
 STATE_TILES = tl.constexpr(3)
@@ -60,11 +60,11 @@ def _name(p_later, begin, end, n, index, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["segments", "tiles", "later", "flags", "part_tiles"],
+    do_not_specialize=["tokens", "segments", "tiles", "later", "flags", "part_tiles"],
     do_not_specialize_on_alignment=launch.TABLES,
 )
 def tiles_kernel(
-    p_table, p_first, p_length, segments, tiles, later, flags, part_tiles, first_s, length_s,
+    p_table, p_first, p_length, tokens, segments, tiles, later, flags, part_tiles, first_s, length_s,
     C: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (N + 1): program n writes segment n's entries, the last one the ends."""
@@ -78,10 +78,14 @@ def tiles_kernel(
     middle = n * 0
     middles = n * 0
     last = n * 0
+    first = tl.load(p_first + n.to(tl.int64) * first_s, mask=n < segments, other=0)
     own = tl.load(p_length + n.to(tl.int64) * length_s, mask=n < segments, other=0)
+    first, own = within(first, own, tokens)
     for start in range(0, trips(segments), BLOCK):
         index = start + tl.arange(0, BLOCK)
+        start_of = tl.load(p_first + index.to(tl.int64) * first_s, mask=index < segments, other=0)
         length = tl.load(p_length + index.to(tl.int64) * length_s, mask=index < segments, other=0)
+        start_of, length = within(start_of, length, tokens)
         count = tile_count(length, C)
         before = index < n
         tile += tl.sum(tl.where(before, count, 0), 0)
@@ -103,7 +107,6 @@ def tiles_kernel(
     tl.store(p_order + rank, n, mask=n < segments)
     p_later = p_order + segments
     p_tile = p_table + (3 * (segments + 1) + segments + 2 * later + flags + 1) // 2 * 2
-    first = tl.load(p_first + n.to(tl.int64) * first_s, mask=n < segments, other=0)
     count = tile_count(own, C)
     is_end = n == segments
     parts = part_count(count, part_tiles)
