@@ -67,6 +67,7 @@ DEVICE void copy_bytes(u32 destination, const void* from, int bytes, u32 bar) {
         "l"(from), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
+DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // Global stores of what nobody reads soon.
 DEVICE void store_once(float* to, Quad x) {
     asm volatile("st.global.cs.v4.f32 [%0],{%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");

@@ -14,24 +14,25 @@
 // maker's, corrections those of the warp that owns their rows, so nobody overwrites what another has yet to read.
 // Requests of more tokens or records than a chunk holds take several turns, see Turn.
 //
-// Compiled with KDA_STATE_FLOAT and KDA_TOKENS, the size of a chunk (4 or 8), defined.
+// Compiled with KDA_STATE_FLOAT, KDA_TOKENS, the size of a chunk (4 or 8), and KDA_MANY_TURNS defined.
 #include "mma.cuh"
 #include "steps.cuh"
 
 constexpr int kTokens = KDA_TOKENS;
-constexpr int kTiles = kTokens / 4;  // of 8 columns: the keys' products, then the queries', of a chunk
-constexpr int kConsumers = 8, kRows = 16;
+constexpr bool kManyTurns = KDA_MANY_TURNS;  // a request may have more tokens or records than that
+constexpr int kTiles = kTokens == 8 ? 2 : 1;  // of 8 columns: the keys' products, then the queries', of a chunk
+constexpr int kOperandRows = 8 * kTiles;      // the first 2 kTokens of which are in use
 using Rows = States<KDA_STATE_FLOAT>;
+constexpr int kConsumers = 128 / Rows::kRows;
 constexpr int kStages = KDA_STATE_FLOAT ? 2 : 4;  // heads whose states are on their way or at work
 constexpr int kMakers = 4;                        // warps; each makes the tables of every fourth head
 constexpr int kSets = kTokens == 8 ? 2 : 4;       // of the larger ones; each maker has one of the others
 constexpr int kThreads = (kConsumers + kMakers) * 32;
+constexpr int kConsumerRegisters = KDA_CR, kMakerRegisters = KDA_MR;
 
 // Rows in shared memory are this far apart so that no two of a warp's lanes meet in a bank.
-constexpr int kStatePitch = Rows::kRowBytes + Rows::kRowBytes / 8;
-constexpr int kStageBytes = kRows * kStatePitch;
 constexpr int kOperandPitch = 128 * 4 + 64;  // bytes: lanes read four channels of eight rows
-constexpr int kPair = kTokens / 4;            // keys of records that lie side by side: c and c + 4
+constexpr int kPair = kTokens == 8 ? 2 : 1;            // keys of records that lie side by side: c and c + 4
 constexpr int kFoldPitch = 128 * 4 * kPair + 32;
 
 // Tables, in bytes. Operands are TF32 numbers and what is left of fp32 (`rest`).
@@ -42,14 +43,16 @@ constexpr int kDecay = kFoldRest + 4 * kFoldPitch;  // [128]: of the state under
 constexpr int kFoldBytes = kDecay + 128 * 4;
 // Of the chunk:
 constexpr int kOperands = 0;  // [2 kTokens][128]: keys, queries, decayed from the state to their token
-constexpr int kOperandsRest = kOperands + 2 * kTokens * kOperandPitch;
-constexpr int kMix = kOperandsRest + 2 * kTokens * kOperandPitch;  // [2 kTokens][8]: M, W
-constexpr int kMixRest = kMix + 2 * kTokens * 8 * 4;
-constexpr int kSetBytes = kMixRest + 2 * kTokens * 8 * 4;
+constexpr int kOperandsRest = kOperands + kOperandRows * kOperandPitch;
+constexpr int kMix = kOperandsRest + kOperandRows * kOperandPitch;  // [2 kTokens][8]: M, W
+constexpr int kMixRest = kMix + kOperandRows * 8 * 4;
+constexpr int kSetBytes = kMixRest + kOperandRows * 8 * 4;
 
 // Shared memory.
 constexpr int kFolds = 0, kChunks = kFolds + kMakers * kFoldBytes, kRing = kChunks + kSets * kSetBytes;
-constexpr int kBarriers = kRing + kConsumers * kStages * kStageBytes;
+constexpr int kWorkBytes = 32, kWorks = 2 * kStages;  // what a consumer warp has asked for
+constexpr int kLists = kRing + kConsumers * kStages * Rows::kBytes;
+constexpr int kBarriers = kLists + kConsumers * kWorks * kWorkBytes;
 constexpr int kMade = kBarriers + kConsumers * kStages * 8;  // after the barriers of the stages
 constexpr int kUsed = kMade + kSets * 8;
 constexpr int kBytes = kUsed + kSets * 8;
@@ -61,7 +64,6 @@ struct LaunchInfo {
 extern "C" __constant__ const LaunchInfo launch_info = {kThreads, kBytes + 128, 1};
 
 struct Request {
-    int n = -1;
     Tokens tokens;
     int slot;      // row of the pool, -1: padding
     int accepted;  // records to fold
@@ -69,18 +71,38 @@ struct Request {
 };
 
 DEVICE int chunks(int count) { return (count + kTokens - 1) / kTokens; }
+DEVICE int count_turns(int accepted, int count) {
+    return kManyTurns ? max(chunks(accepted), 1) + max(chunks(count), 1) - 1 : 1;
+}
 
 DEVICE Request find_request(const StepParams& p, int n) {
     Request r;
-    r.n = n;
     const i64 slot = load_index(p.slots, n * p.slot_stride, p.flags & kSlots64);
     r.accepted = accepted_count(p, n);
     r.tokens = p.q ? segment_tokens(p, n) : Tokens{0, 0};
     r.slot = pool_row(p, slot);
     const bool idle = r.slot < 0 || (p.q ? r.tokens.count : r.accepted) == 0;
     if (idle) r.accepted = 0;
-    r.turns = idle ? 0 : max(chunks(r.accepted), 1) + max(chunks(r.tokens.count), 1) - 1;
+    r.turns = idle ? 0 : count_turns(r.accepted, r.tokens.count);
     return r;
+}
+
+// The heads of a CTA, one of one request after another.
+struct Walk {
+    Request request;
+    int n, head, left;
+};
+
+DEVICE Walk begin_walk(const StepParams& p, int begin, int end) {
+    Walk w;
+    w.n = begin / p.value_heads, w.head = begin - w.n * p.value_heads, w.left = end - begin;
+    if (w.left > 0) w.request = find_request(p, w.n);
+    return w;
+}
+
+DEVICE void step(const StepParams& p, Walk& w) {
+    w.left--;
+    if (++w.head == p.value_heads && w.left > 0) w.head = 0, w.request = find_request(p, ++w.n);
 }
 
 // A turn folds records and then runs tokens. The last turn that folds what was accepted runs the first chunk; each one
@@ -91,15 +113,15 @@ struct Turn {
     bool stores;        // the state is the one to keep
 };
 
-DEVICE Turn find_turn(const Request& r, int index) {
-    const int before = max(chunks(r.accepted), 1) - 1;  // turns that only fold
+DEVICE Turn find_turn(int accepted, int count, int index) {
+    const int before = kManyTurns ? max(chunks(accepted), 1) - 1 : 0;  // turns that only fold
     const int chunk = index - before;
     Turn t;
     t.record = (chunk <= 0 ? index : chunk - 1) * kTokens;
-    t.folds = chunk <= 0 ? min(r.accepted - t.record, kTokens) : kTokens;
+    t.folds = chunk <= 0 ? min(accepted - t.record, kTokens) : kTokens;
     t.token = max(chunk, 0) * kTokens;
-    t.tokens = chunk < 0 ? 0 : min(r.tokens.count - t.token, kTokens);
-    t.stores = chunk == 0 && r.accepted > 0;
+    t.tokens = chunk < 0 ? 0 : min(count - t.token, kTokens);
+    t.stores = chunk == 0 && accepted > 0;
     return t;
 }
 
@@ -116,39 +138,55 @@ DEVICE void store_split(u32 head, u32 rest, Quad x) {
 
 // ---- makers
 
-// Sums of the chunk's keys and queries, and the matrices that follow from them. x: raw keys, then queries, normalised;
-// they leave decayed from the state to their token. decay: of each token; strength: of token lane % 8. Lane l receives
-// column l % 8 of M and W.
+// Where in a row of sums those of token `at` with key i lie: keys after i, then queries from i on; the last key first.
+DEVICE constexpr int pair_place(int i, int at, bool query) {
+    return (kTokens - 1 - i) * (kTokens - 1 - i) + (query ? kTokens - 1 - i + at - i : at - i - 1);
+}
+constexpr int kPairs = kTokens * kTokens, kSquares = kTokens == 8 ? 16 : 8;
+constexpr int kBatch = kPairs < 16 ? 8 : 16;  // sums that are taken at once
+constexpr int kBatches = (kPairs + kBatch - 1) / kBatch;
+
+// Sums of the chunk's keys and queries, and the matrices that follow from them. x: keys, then queries, normalised; they
+// leave decayed from the state to their token. decay: of each token; strength: of token lane % 8. Lane l receives column
+// l % 8 of M and W.
 DEVICE void mix_tokens(Quad* x, const Quad* decay, float strength, float* m, float* w, int lane) {
-    float column[kTokens];  // lane l: of row l / 2, keys from 0 and queries from 8 on, the sums with every key
+    float sums[kBatches * kBatch], pairs[kBatches];
+#pragma unroll
+    for (int i = kPairs; i < kBatches * kBatch; i++) sums[i] = 0.f;
 #pragma unroll
     for (int i = kTokens - 1; i >= 0; i--) {
-        float sums[16];
 #pragma unroll
-        for (int at = 0; at < 8; at++) {
-            sums[at] = at > i && at < kTokens ? dot(x[at], x[i]) : 0.f;
-            sums[8 + at] = at >= i && at < kTokens ? dot(x[kTokens + at], x[i]) : 0.f;
+        for (int at = i; at < kTokens; at++) {
+            if (at > i) sums[pair_place(i, at, false)] = dot(x[at], x[i]);
+            sums[pair_place(i, at, true)] = dot(x[kTokens + at], x[i]);
         }
-        column[i] = sixteen_sums(sums, lane);
 #pragma unroll
         for (int at = i; at < kTokens; at++) {
             x[at] = x[at] * decay[i];
             x[kTokens + at] = x[kTokens + at] * decay[i];
         }
+        const int so_far = (kTokens - i) * (kTokens - i), before = (kTokens - 1 - i) * (kTokens - 1 - i);
+#pragma unroll
+        for (int batch = before / kBatch; batch < (i == 0 ? kBatches : so_far / kBatch); batch++)
+            pairs[batch] = warp_sums<kBatch>(sums + batch * kBatch, lane);
     }
+    auto pair = [&](int i, int at, bool query) -> float {
+        const int place = pair_place(i, at, query);
+        return __shfl_sync(kAllLanes, pairs[place / kBatch], place % kBatch * 2);
+    };
     const int mine = lane & 7;
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
         float sum = mine == i ? 1.f : 0.f;
 #pragma unroll
-        for (int j = 0; j < i; j++) sum = fmaf(-__shfl_sync(kAllLanes, column[j], 2 * i), m[j], sum);
+        for (int j = 0; j < i; j++) sum = fmaf(-pair(j, i, false), m[j], sum);
         m[i] = sum * __shfl_sync(kAllLanes, strength, i);
     }
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
         w[i] = 0.f;
 #pragma unroll
-        for (int j = 0; j <= i; j++) w[i] = fmaf(__shfl_sync(kAllLanes, column[j], 16 + 2 * i), m[j], w[i]);
+        for (int j = 0; j <= i; j++) w[i] = fmaf(pair(j, i, true), m[j], w[i]);
     }
 }
 
@@ -200,16 +238,40 @@ DEVICE void load_tokens(const StepParams& p, Raw& raw, i64 first, int tokens, in
     raw.strength = write_strength(p, first + min(lane & 7, tokens - 1), head);
 }
 
-// The table of the records that a turn folds, by one warp; `from`: of this lane, in the first of them.
-template <bool kVectors>
-DEVICE void make_fold(const float* from, i64 stride, int count, u32 folds, int lane) {
-    Quad k[kTokens], g[kTokens], total = {1, 1, 1, 1};
+// Brings what `load_tokens` reads into the L2 cache: a lane for two lines of each row.
+DEVICE void prefetch_tokens(const StepParams& p, i64 first, int tokens, int head, int lane) {
+    const int key_head = head / p.group, half = lane & 1;
+    const i64 token = first + min(lane >> 2, tokens - 1);
+    const bool query = lane & 2;
+    prefetch_line((query ? p.q + token * p.q_token_stride + key_head * p.q_head_stride
+                         : p.k + token * p.k_token_stride + key_head * p.k_head_stride) + 64 * half);
+    const i64 g = token * p.g_token_stride + head * p.g_head_stride;
+    if (p.flags & kGateFloat)
+        prefetch_line(static_cast<const float*>(p.g) + g + 32 * (lane & 3));
+    else
+        prefetch_line(static_cast<const u16*>(p.g) + g + 64 * half);
+}
+
+// What a lane reads of the records that a turn folds; past their end it holds the last one. `from`: of this lane, in the
+// first of them.
+struct Records {
+    Quad k[kTokens], g[kTokens];
+};
+
+DEVICE void load_records(Records& r, const float* from, i64 stride, int count, bool vectors) {
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
         const i64 at = min(i, count - 1) * stride;
-        k[i] = load_four(from, at, true, kVectors);
-        g[i] = load_four(from, at + 128, true, kVectors);
+        r.k[i] = load_four(from, at, true, vectors);
+        r.g[i] = load_four(from, at + 128, true, vectors);
     }
+}
+
+// The table of these records, by one warp.
+DEVICE void make_fold(Records& r, int count, u32 folds, int lane) {
+    Quad* const k = r.k;
+    Quad* const g = r.g;
+    Quad total = {1, 1, 1, 1};
 #pragma unroll
     for (int i = kTokens - 1; i >= 0; i--) {
         const bool here = i < count;
@@ -218,8 +280,9 @@ DEVICE void make_fold(const float* from, i64 stride, int count, u32 folds, int l
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
+        if (i >= kTokens) break;
         const u32 to = folds + kFold + i * kFoldPitch + 16 * kPair * lane, rest = to + kFoldRest - kFold;
-        const Quad one = k[i], other = k[i + kTokens - 4];
+        const Quad one = k[i], other = k[kPair == 2 ? i + 4 : i];
         if (kPair == 2) {
             store_split(to, rest, Quad{one.x, other.x, one.y, other.y});
             store_split(to + 16, rest + 16, Quad{one.z, other.z, one.w, other.w});
@@ -235,7 +298,7 @@ DEVICE void make_fold(const float* from, i64 stride, int count, u32 folds, int l
 DEVICE void make_chunk(const StepParams& p, const Raw& raw, float* to, int tokens, HeadGate gate, u32 tables, u32 used,
                        Uses& uses, int lane) {
     Quad x[2 * kTokens], decay[kTokens];
-    float m[kTokens], w[kTokens], squares[16];
+    float m[kTokens], w[kTokens], squares[kSquares];
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
         x[i] = i < tokens ? widen(raw.k[i]) : Quad{0, 0, 0, 0};
@@ -243,9 +306,9 @@ DEVICE void make_chunk(const StepParams& p, const Raw& raw, float* to, int token
         decay[i] = raw.g[i];
     }
 #pragma unroll
-    for (int i = 0; i < 16; i++) squares[i] = i < 2 * kTokens ? dot(x[i], x[i]) : 0.f;
+    for (int i = 0; i < kSquares; i++) squares[i] = i < 2 * kTokens ? dot(x[i], x[i]) : 0.f;
     log_decays<kTokens>(p, decay, gate);
-    const float square = sixteen_sums(squares, lane);
+    const float square = warp_sums<kSquares>(squares, lane);
     const float own_scale = p.flags & kL2Norm ? inverse_sqrt(square + kNormEpsilon) : 1.f;
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
@@ -330,35 +393,51 @@ DEVICE void multiply_operands(float (*sums)[3][4], Quad low, Quad high, u32 tabl
     }
 }
 
-// Of a turn: what a consumer's lane reads from global memory.
-struct Inputs {
-    float u[4];       // corrections: rows g, g + 8 of record c, then of record c + 4
-    float values[4];  // v: rows g and g + 8, of tokens 2 c and 2 c + 1 each
+// One head of one request.
+struct Work {
+    int slot, head, accepted;  // slot -1: there is no more
+    Tokens tokens;
 };
 
-DEVICE Inputs load_inputs(const StepParams& p, const Request& r, const Turn& t, int head, int row, int c) {
+DEVICE void store_work(u32 to, const Work& w) {
+    store_shared_words4(to, Words4{static_cast<u32>(w.slot), static_cast<u32>(w.head), static_cast<u32>(w.accepted),
+                                   static_cast<u32>(w.tokens.first)});
+    store_shared(to + 16, w.tokens.count);
+}
+DEVICE Work load_work(u32 from) {
+    const Words4 x = load_shared_words4(from);
+    return Work{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
+                Tokens{static_cast<int>(x.w), static_cast<int>(load_shared(from + 16))}};
+}
+
+// Of a turn: what a consumer's lane reads from global memory.
+struct Inputs {
+    float u[4];     // corrections: rows g, g + 8 of record c, then of record c + 4
+    u32 values[4];  // v, as bits: rows g and g + 8, of tokens 2 c and 2 c + 1 each
+};
+
+DEVICE Inputs load_inputs(const StepParams& p, const Work& w, const Turn& t, int row, int c) {
     Inputs x;
+    const float* u = p.records + w.slot * p.record_stride + w.head * kRecord + 256 + row;
+    const u16* v = p.v + static_cast<i64>(w.tokens.first + t.token) * p.v_token_stride + w.head * p.v_head_stride + row;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int record = c + (i >> 1) * 4;
-        const i64 at = r.slot * p.record_stride + (t.record + record) * p.record_position_stride + head * kRecord + 256;
-        x.u[i] = record < t.folds ? p.records[at + row + (i & 1) * 8] : 0.f;
-        const int token = 2 * c + (i & 1);
-        x.values[i] =
-            token < t.tokens ? load_value(p, r.tokens.first + t.token + token, head, row + (i >> 1) * 8) : 0.f;
+        const int record = c + (i >> 1) * 4, token = 2 * c + (i & 1);
+        x.u[i] = record < t.folds ? u[(t.record + record) * p.record_position_stride + (i & 1) * Rows::kUpper] : 0.f;
+        x.values[i] = token < t.tokens ? v[token * p.v_token_stride + (i >> 1) * Rows::kUpper] : 0;
     }
     return x;
 }
 
 // Corrections and outputs of the chunk's tokens: `sums` are the state's products with keys and queries.
-DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, int head, int row, u32 tables,
-                          float (*sums)[3][4], const float* values, int g, int c) {
+DEVICE void finish_tokens(const StepParams& p, const Work& w, const Turn& t, int row, u32 tables, float (*sums)[3][4],
+                          const u32* values, int g, int c) {
     float left[4], result[kTiles][4];  // left: of the values
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float seen = sums[0][0][i] + (sums[0][1][i] + sums[0][2][i]);
-        const bool key = kTokens == 8 || c < 2;  // with four tokens, the upper columns are the queries'
-        left[i] = key ? values[i] - seen : 0.f;
+        const bool key = kTokens == 8 || c < kTokens / 2;  // with few tokens, columns after theirs are the queries'
+        left[i] = key ? __uint_as_float(values[i] << 16) - seen : 0.f;
         result[0][i] = key ? 0.f : seen;
         if (kTiles == 2) result[kTiles - 1][i] = sums[kTiles - 1][0][i] + (sums[kTiles - 1][1][i] + sums[kTiles - 1][2][i]);
     }
@@ -373,16 +452,16 @@ DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, 
         multiply(result[tile], a, a_rest, b.x, b.y, b_rest.x, b_rest.y);
     }
     // Of this lane's rows; opaque, so that no address of a store waits in a register for the products.
-    float* const records = p.records + opaque(r.slot * p.record_stride + t.token * p.record_position_stride +
-                                              head * kRecord + 256 + row);
-    u16* const out = p.out + opaque((r.tokens.first + t.token) * p.out_token_stride + head * p.out_head_stride + row);
+    float* const records = p.records + opaque(w.slot * p.record_stride + t.token * p.record_position_stride +
+                                              w.head * kRecord + 256 + row);
+    u16* const out = p.out + opaque((w.tokens.first + t.token) * p.out_token_stride + w.head * p.out_head_stride + row);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int lower = (i >> 1) * 8, column = 2 * c + (i & 1);
+        const int lower = (i >> 1) * Rows::kUpper, column = 2 * c + (i & 1);
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++) {
             const int token = (8 * tile + column) % kTokens;
-            if (token >= t.tokens) continue;
+            if (token >= t.tokens || 8 * tile + column >= 2 * kTokens) continue;
             if (8 * tile + column < kTokens)
                 records[token * p.record_position_stride + lower] = result[tile][i];
             else
@@ -391,71 +470,77 @@ DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, 
     }
 }
 
-DEVICE void write_zeros(const StepParams& p, const Request& r, int head, int row, int lane) {
-    for (int j = 0; j < r.tokens.count; j++)
-        if (lane < kRows) store_output(p, r.tokens.first + j, head, row + lane, 0.f);
+DEVICE void write_zeros(const StepParams& p, const Tokens& tokens, int head, int row, int lane) {
+    for (int j = 0; j < tokens.count; j++)
+        if (lane < Rows::kRows) store_output(p, tokens.first + j, head, row + lane, 0.f);
 }
 
-// The reader of a consumer warp: its next head, and the stage that this goes to.
+// The reader of a consumer warp: which head comes next, the stage that it goes to, and its place in the list.
 struct Reader {
-    Request request;
-    int next, end, stage = 0;
-    u32 ring, full;
+    Walk walk;
+    int stage, place;
+    u32 ring, full, list;
 };
 
 // Asks for the next head that has a state to read.
 DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
-    for (; r.next < r.end; r.next++) {
-        const int n = r.next / p.value_heads, head = r.next - n * p.value_heads;
-        if (n != r.request.n) r.request = find_request(p, n);
-        if (r.request.turns == 0) continue;
-        Rows::fetch(p, r.ring + r.stage * kStageBytes, kStatePitch, r.request.slot * p.pool_stride + head * kMatrix,
-                    first_row, kRows, r.full + 8 * r.stage, lane);
-        r.stage = r.stage + 1 == kStages ? 0 : r.stage + 1;
-        r.next++;
-        return;
+    Work w{-1, 0, 0, {0, 0}};
+    for (; w.slot < 0 && r.walk.left > 0; step(p, r.walk)) {
+        const Request& request = r.walk.request;
+        if (request.slot < 0) write_zeros(p, request.tokens, r.walk.head, first_row, lane);
+        if (request.turns > 0) w = Work{request.slot, r.walk.head, request.accepted, request.tokens};
     }
+    if (lane == 0) store_work(r.list + r.place * kWorkBytes, w);
+    r.place = r.place + 1 == kWorks ? 0 : r.place + 1;
+    __syncwarp();
+    if (w.slot < 0) return;
+    Rows::fetch(p, r.ring + r.stage * Rows::kBytes, w.slot * p.pool_stride + w.head * kMatrix, first_row,
+                r.full + 8 * r.stage, lane);
+    r.stage = r.stage + 1 == kStages ? 0 : r.stage + 1;
 }
 
 DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int begin, int end) {
-    const int g = lane >> 2, c = lane & 3, first_row = warp * kRows, row = first_row + g;
-    const u32 ring = shared + kRing + warp * kStages * kStageBytes, full = shared + kBarriers + warp * kStages * 8;
-    Reader reader;
-    reader.next = begin, reader.end = end, reader.ring = ring, reader.full = full;
+    const int g = lane >> 2, c = lane & 3, first_row = warp * Rows::kRows, row = first_row + Rows::row(g);
+    const u32 ring = shared + kRing + warp * kStages * Rows::kBytes, full = shared + kBarriers + warp * kStages * 8;
+    const u32 list = shared + kLists + warp * kWorks * kWorkBytes;
+    Reader reader{begin_walk(p, begin, end), 0, 0, ring, full, list};
 #pragma unroll 1
     for (int i = 0; i < kStages; i++) fetch(p, reader, first_row, lane);
 
-    Request request;
-    int stage = 0, parity = 0, maker = 0, set = 0;
+    int stage = 0, place = 0, parity = 0, maker = 0, set = 0;
     u32 made_parities = 0;  // a bit for each set of tables
-    for (int unit = begin; unit < end; unit++) {
-        const int n = unit / p.value_heads, head = unit - n * p.value_heads;
-        if (n != request.n) request = find_request(p, n);
-        if (request.slot < 0) write_zeros(p, request, head, first_row, lane);
-        if (request.turns == 0) continue;
-        const i64 offset = request.slot * p.pool_stride + head * kMatrix;
+    Work work = load_work(list);
+    Inputs inputs{};
+    if (work.slot >= 0) inputs = load_inputs(p, work, find_turn(work.accepted, work.tokens.count, 0), row, c);
+    while (work.slot >= 0) {
+        const i64 offset = work.slot * p.pool_stride + work.head * kMatrix;
         const i64 own = opaque(offset + row * 128 + 4 * c);  // this lane's first; else each store has its own address
         const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
-        Quad low[8], high[8];  // the state, once more than one turn needs it
-        for (int index = 0; index < request.turns; index++) {
-            const Turn turn = find_turn(request, index);
-            const Inputs inputs = load_inputs(p, request, turn, head, row, c);
+        const int turns = count_turns(work.accepted, work.tokens.count);
+
+        Quad low[8], high[8];  // the state: rows g and g + 8
+        barrier_wait(full + 8 * stage, parity);
+        const u32 from = ring + stage * Rows::kBytes + Rows::place(g);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            low[i] = Rows::load(from, 4 * i + c);
+            high[i] = Rows::load(from + Rows::kUpper * Rows::kRowBytes, 4 * i + c);
+        }
+        __syncwarp();  // all of the stage is read
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        parity ^= stage == 0;
+        place = place + 1 == kWorks ? 0 : place + 1;
+        fetch(p, reader, first_row, lane);
+        const Work next = load_work(list + place * kWorkBytes);
+        Inputs ahead{};
+        if (next.slot >= 0) ahead = load_inputs(p, next, find_turn(next.accepted, next.tokens.count, 0), row, c);
+
+        for (int index = 0; index < turns; index++) {
+            const Turn turn = find_turn(work.accepted, work.tokens.count, index);
+            if (index > 0) inputs = load_inputs(p, work, turn, row, c);
             Folded u;
 #pragma unroll
             for (int i = 0; i < 4; i++) u.head[i] = tf32(inputs.u[i]), u.rest[i] = tf32_rest(inputs.u[i], u.head[i]);
-            if (index == 0) {
-                barrier_wait(full + 8 * stage, parity);
-                const u32 from = ring + stage * kStageBytes + g * kStatePitch;
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    low[i] = Rows::load(from, 4 * i + c);
-                    high[i] = Rows::load(from + 8 * kStatePitch, 4 * i + c);
-                }
-                __syncwarp();  // all of the stage is read
-                stage = stage + 1 == kStages ? 0 : stage + 1;
-                parity ^= stage == 0;
-                fetch(p, reader, first_row, lane);
-            }
             barrier_wait(shared + kMade + 8 * set, made_parities >> set & 1);
             made_parities ^= 1u << set;
             float sums[kTiles][3][4];
@@ -466,7 +551,7 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
                 for (int i = 0; i < 8; i++) {
                     fold_records(low[i], high[i], u, folds, i, g, c);
                     Rows::store_vector(p, own, 0, 4 * i, low[i]);
-                    Rows::store_vector(p, own, 8, 4 * i, high[i]);
+                    Rows::store_vector(p, own, Rows::kUpper, 4 * i, high[i]);
                     multiply_operands(sums, low[i], high[i], tables, i, g, c);
                 }
             } else {
@@ -475,18 +560,18 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
                     if (turn.folds > 0) fold_records(low[i], high[i], u, folds, i, g, c);
                     if (turn.stores) {
                         Rows::store(p, offset, row, 4 * i + c, low[i]);
-                        Rows::store(p, offset, row + 8, 4 * i + c, high[i]);
+                        Rows::store(p, offset, row + Rows::kUpper, 4 * i + c, high[i]);
                     }
                     if (turn.tokens > 0) multiply_operands(sums, low[i], high[i], tables, i, g, c);
                 }
             }
-            if (turn.tokens > 0)
-                finish_tokens(p, request, turn, head, row, tables, sums, inputs.values, g, c);
+            if (turn.tokens > 0) finish_tokens(p, work, turn, row, tables, sums, inputs.values, g, c);
             __syncwarp();  // all of the tables is read, and new corrections are there for the next turn
             if (arrives(lane)) barrier_arrive(shared + kUsed + 8 * set);
         }
         maker = maker + 1 == kMakers ? 0 : maker + 1;
         set = maker % kSets;
+        work = next, inputs = ahead;
     }
 }
 
@@ -494,12 +579,15 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
     const int set = maker % kSets;
     const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
     const u32 used = shared + kUsed + 8 * set;
-    Request request;
+    if (kTokens < 4)  // keys of records that there never are
+#pragma unroll
+        for (int i = kTokens; i < 4; i++) store_split(folds + kFold + i * kFoldPitch + 16 * lane,
+                                                      folds + kFoldRest + i * kFoldPitch + 16 * lane, Quad{0, 0, 0, 0});
     Uses uses;
     int live = 0, last = 0;  // heads with something to do; uses of the set up to this maker's last one
-    for (int unit = begin; unit < end; unit++) {
-        const int n = unit / p.value_heads, head = unit - n * p.value_heads;
-        if (n != request.n) request = find_request(p, n);
+    for (Walk walk = begin_walk(p, begin, end); walk.left > 0; step(p, walk)) {
+        const Request& request = walk.request;
+        const int head = walk.head;
         if (request.turns == 0) continue;
         const int here = live++;
         if (here % kMakers != maker) {
@@ -509,15 +597,21 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
         const HeadGate gate = head_gate(p, head, lane);
         float* records = p.records + request.slot * p.record_stride + head * kRecord + 4 * lane;
         for (int index = 0; index < request.turns; index++) {
-            const Turn turn = find_turn(request, index);
+            const Turn turn = find_turn(request.accepted, request.tokens.count, index);
             Raw raw;
-            if (turn.tokens > 0) load_tokens(p, raw, request.tokens.first + turn.token, turn.tokens, head, lane);
-            wait_for_uses(uses, last, used);
+            const int first = request.tokens.first + turn.token;
+            if (kTokens < 8 && turn.tokens > 0) load_tokens(p, raw, first, turn.tokens, head, lane);
+            if (kTokens == 8 && turn.tokens > 0) prefetch_tokens(p, first, turn.tokens, head, lane);
             const float* old = records + turn.record * p.record_position_stride;
+            Records read;
+            if (kTokens == 8) wait_for_uses(uses, last, used);  // tokens and records at once would not fit the registers
             if (turn.folds > 0 && p.flags & kVectorRecords)
-                make_fold<true>(old, p.record_position_stride, turn.folds, folds, lane);
+                load_records(read, old, p.record_position_stride, turn.folds, true);
             else if (turn.folds > 0)
-                make_fold<false>(old, p.record_position_stride, turn.folds, folds, lane);
+                load_records(read, old, p.record_position_stride, turn.folds, false);
+            wait_for_uses(uses, last, used);
+            if (turn.folds > 0) make_fold(read, turn.folds, folds, lane);
+            if (kTokens == 8 && turn.tokens > 0) load_tokens(p, raw, first, turn.tokens, head, lane);
             if (turn.tokens > 0)
                 make_chunk(p, raw, records + turn.token * p.record_position_stride, turn.tokens, gate, tables, used,
                            uses, lane);
@@ -528,6 +622,12 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
             if (arrives(lane)) barrier_arrive(shared + kMade + 8 * set);
         }
     }
+}
+
+template <int kRegisters>
+DEVICE void trade_registers() {
+    if (kRegisters > 168) claim_registers<kRegisters>();
+    if (kRegisters < 168) release_registers<kRegisters>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_constant__ StepParams p) {
@@ -543,11 +643,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
         barrier_init_fence();
     }
     __syncthreads();
+    start_dependents();
+    wait_for_dependencies();
     const i64 heads = static_cast<i64>(p.segments) * p.value_heads;
     const int begin = static_cast<int>(heads * blockIdx.x / gridDim.x);
     const int end = static_cast<int>(heads * (blockIdx.x + 1) / gridDim.x);
-    if (warp < kConsumers)
+    if (warp < kConsumers) {
+        trade_registers<kConsumerRegisters>();
         consume(p, shared, warp, lane, begin, end);
-    else
+    } else {
+        trade_registers<kMakerRegisters>();
         make(p, shared, warp - kConsumers, lane, begin, end);
+    }
 }

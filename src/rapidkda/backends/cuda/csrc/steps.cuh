@@ -68,13 +68,15 @@ DEVICE void share_sums(float* x, int lane) {
         x[i] = kept + __shfl_xor_sync(kAllLanes, sent, 2 * kHalf);
     }
 }
-// Sixteen sums over the warp; lane l receives that of x[l / 2]. Overwrites x.
-DEVICE float sixteen_sums(float* x, int lane) {
-    share_sums<8>(x, lane);
+// Sums over the warp, 8 or 16; lane l receives that of x[l / 2 % kCount]. Overwrites x.
+template <int kCount>
+DEVICE float warp_sums(float* x, int lane) {
+    if (kCount == 16) share_sums<8>(x, lane);
     share_sums<4>(x, lane);
     share_sums<2>(x, lane);
     share_sums<1>(x, lane);
-    return x[0] + __shfl_xor_sync(kAllLanes, x[0], 1);
+    const float sum = x[0] + __shfl_xor_sync(kAllLanes, x[0], 1);
+    return kCount == 16 ? sum : sum + __shfl_xor_sync(kAllLanes, sum, 16);
 }
 
 // Rows of a token and a head.
@@ -110,36 +112,50 @@ DEVICE Steps pool_steps(const StepParams& p) {
     return p.flags & kStateVFirst ? Steps{opaque(128), opaque(1)} : Steps{opaque(1), opaque(128)};
 }
 
-// Rows of a head's state; `offset`: elements from the pool's base to its matrix.
+// Rows of a head's state, 16 a warp; `offset`: elements from the pool's base to its matrix.
+//
+// In shared memory they lie in groups of neighbours, each of which one bulk copy brings, and groups a part of a line out
+// of step. Rows of a product are taken from the groups in turn, so that lanes that read at once meet in no bank.
 template <bool kFloat>
 struct States {
-    static constexpr int kRowBytes = 128 * (kFloat ? 4 : 2);
+    static constexpr int kRows = 16, kGroups = kFloat ? 2 : 4, kGroupRows = kRows / kGroups;
+    static constexpr int kRowBytes = 128 * (kFloat ? 4 : 2), kGroupPitch = kGroupRows * kRowBytes + 128 / kGroups;
+    static constexpr int kBytes = kGroups * kGroupPitch;
+    static constexpr int kUpper = 8 / kGroups;  // from row g of a product to row g + 8, in rows of the state
 
-    // Brings `rows` rows from `row` on into shared memory, `pitch` bytes apart; completes on `bar`, which expects a
-    // warp's arrivals. One warp. Without kVectorStates the copy engine cannot read them, and the warp itself does.
-    DEVICE static void fetch(const StepParams& p, u32 to, int pitch, i64 offset, int row, int rows, u32 bar, int lane) {
+    // The state's row that is row g < 8 of a product, and where it lies in shared memory.
+    DEVICE static int row(int g) { return g / kGroups + g % kGroups * kGroupRows; }
+    DEVICE static int place(int g) { return g / kGroups * kRowBytes + g % kGroups * kGroupPitch; }
+
+    // Brings a warp's rows, from `row` on, into shared memory; completes on `bar`, which expects a warp's arrivals.
+    // Without kVectorStates the copy engine cannot read them, and the warp itself does.
+    DEVICE static void fetch(const StepParams& p, u32 to, i64 offset, int row, u32 bar, int lane) {
         if (p.flags & kVectorStates) {
             const char* from = static_cast<const char*>(p.pool) + (offset + row * 128) * (kFloat ? 4 : 2);
-            if (lane == 0)
-                barrier_expect(bar, rows * kRowBytes);
-            else if (arrives(lane))
+            if (lane == 0) {
+                barrier_expect(bar, kRows * kRowBytes);
+#pragma unroll
+                for (int i = 0; i < kGroups; i++)
+                    copy_bytes(to + i * kGroupPitch, from + i * kGroupRows * kRowBytes, kGroupRows * kRowBytes, bar);
+            } else if (arrives(lane)) {
                 barrier_arrive(bar);
+            }
             __syncwarp();
-            if (lane < rows) copy_bytes(to + lane * pitch, from + lane * kRowBytes, kRowBytes, bar);
             return;
         }
         const Steps step = pool_steps(p);
 #pragma unroll 1
-        for (int r = 0; r < rows; r++) {
+        for (int r = 0; r < kRows; r++) {
             const i64 at = offset + (row + r) * step.row + 4 * lane * step.channel;
+            const u32 row_to = to + r / kGroupRows * kGroupPitch + r % kGroupRows * kRowBytes;
             Quad x;
             x.x = load_element(p.pool, at, kFloat), x.y = load_element(p.pool, at + step.channel, kFloat);
             x.z = load_element(p.pool, at + 2 * step.channel, kFloat);
             x.w = load_element(p.pool, at + 3 * step.channel, kFloat);
             if (kFloat)
-                store_shared_quad(to + r * pitch + 16 * lane, x);
+                store_shared_quad(row_to + 16 * lane, x);
             else
-                store_shared_words2(to + r * pitch + 8 * lane, pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+                store_shared_words2(row_to + 8 * lane, pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
         }
         __syncwarp();
         if (arrives(lane)) barrier_arrive(bar);
