@@ -25,10 +25,14 @@ constexpr int kOperandRows = 8 * kTiles;      // the first 2 kTokens of which ar
 using Rows = States<KDA_STATE_FLOAT>;
 constexpr int kConsumers = 128 / Rows::kRows;
 constexpr int kStages = KDA_STATE_FLOAT ? 2 : 4;  // heads whose states are on their way or at work
-constexpr int kMakers = 4;                        // warps; each makes the tables of every fourth head
-constexpr int kSets = kTokens == 8 ? 2 : 4;       // of the larger ones; each maker has one of the others
+constexpr int kMakers = 4;                        // warps, which make the tables of one turn after another
+constexpr int kSets = kTokens == 8 ? 2 : 4;       // of tables
 constexpr int kThreads = (kConsumers + kMakers) * 32;
-constexpr int kConsumerRegisters = KDA_CR, kMakerRegisters = KDA_MR;
+// Registers a thread, moved between the roles at the start. setmaxnreg acts on whole warpgroups and hangs where the
+// roles want more than the launch took.
+constexpr int kLaunchRegisters = 168, kConsumerRegisters = 200, kMakerRegisters = 104;
+static_assert(kConsumers * kConsumerRegisters + kMakers * kMakerRegisters <=
+              (kConsumers + kMakers) * kLaunchRegisters);
 
 // Rows in shared memory are this far apart so that no two of a warp's lanes meet in a bank.
 constexpr int kOperandPitch = 128 * 4 + 64;  // bytes: lanes read four channels of eight rows
@@ -36,20 +40,20 @@ constexpr int kPair = kTokens == 8 ? 2 : 1;            // keys of records that l
 constexpr int kFoldPitch = 128 * 4 * kPair + 32;
 
 // Tables, in bytes. Operands are TF32 numbers and what is left of fp32 (`rest`).
-// Of folding:
 constexpr int kFold = 0;  // [4][128][kPair]: keys of records, decayed to the last
 constexpr int kFoldRest = kFold + 4 * kFoldPitch;
 constexpr int kDecay = kFoldRest + 4 * kFoldPitch;  // [128]: of the state under the records
-constexpr int kFoldBytes = kDecay + 128 * 4;
-// Of the chunk:
-constexpr int kOperands = 0;  // [2 kTokens][128]: keys, queries, decayed from the state to their token
+constexpr int kOperands = kDecay + 128 * 4;  // [kOperandRows][128]: keys, queries, decayed from the state to their token
 constexpr int kOperandsRest = kOperands + kOperandRows * kOperandPitch;
-constexpr int kMix = kOperandsRest + kOperandRows * kOperandPitch;  // [2 kTokens][8]: M, W
+constexpr int kMix = kOperandsRest + kOperandRows * kOperandPitch;  // [kOperandRows][8]: M, W
 constexpr int kMixRest = kMix + kOperandRows * 8 * 4;
 constexpr int kSetBytes = kMixRest + kOperandRows * 8 * 4;
 
 // Shared memory.
-constexpr int kFolds = 0, kChunks = kFolds + kMakers * kFoldBytes, kRing = kChunks + kSets * kSetBytes;
+constexpr int kTables = 0;
+constexpr int kTokenRows = kTables + kSets * kSetBytes;          // [3 kTokens][128]: keys, queries, decays of a turn
+constexpr int kShares = kTokenRows + 3 * kTokens * 128 * 4;      // [kTokens^2][kMakers]: of sums
+constexpr int kRing = (kShares + kTokens * kTokens * 16 + 127) / 128 * 128;
 constexpr int kWorkBytes = 32, kWorks = 2 * kStages;  // what a consumer warp has asked for
 constexpr int kLists = kRing + kConsumers * kStages * Rows::kBytes;
 constexpr int kBarriers = kLists + kConsumers * kWorks * kWorkBytes;
@@ -125,6 +129,31 @@ DEVICE Turn find_turn(int accepted, int count, int index) {
     return t;
 }
 
+// One head of one request.
+struct Work {
+    int slot, head, accepted;  // slot -1: there is no more
+    Tokens tokens;
+};
+
+DEVICE void store_work(u32 to, const Work& w) {
+    store_shared_words4(to, Words4{static_cast<u32>(w.slot), static_cast<u32>(w.head), static_cast<u32>(w.accepted),
+                                   static_cast<u32>(w.tokens.first)});
+    store_shared(to + 16, w.tokens.count);
+}
+DEVICE Work load_work(u32 from) {
+    const Words4 x = load_shared_words4(from);
+    return Work{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
+                Tokens{static_cast<int>(x.w), static_cast<int>(load_shared(from + 16))}};
+}
+
+// The next head that has something to do.
+DEVICE Work next_work(const StepParams& p, Walk& walk) {
+    Work w{-1, 0, 0, {0, 0}};
+    for (; w.slot < 0 && walk.left > 0; step(p, walk))
+        if (walk.request.turns > 0) w = Work{walk.request.slot, walk.head, walk.request.accepted, walk.request.tokens};
+    return w;
+}
+
 // x as a TF32 number and the rest of it.
 DEVICE u32 tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 DEVICE u32 tf32_rest(float x, u32 head) { return __float_as_uint(x - __uint_as_float(head)); }
@@ -138,203 +167,194 @@ DEVICE void store_split(u32 head, u32 rest, Quad x) {
 
 // ---- makers
 
+constexpr int kOwn = kTokens >= 4 ? kTokens / kMakers : 1;  // tokens of a maker; with two tokens, two makers have none
+
+// What a maker's lane reads of a turn from global memory, as it lies there.
+struct Inputs {
+    float old_k[kTokens], old_g[kTokens];  // of the records to fold, channel 32 maker + lane
+    Words2 k[kOwn], q[kOwn];               // of the maker's tokens, channels 4 lane to 4 lane + 3; past the end, the last
+    Words4 g[kOwn];
+    u32 strength;                          // of token lane
+    Quad bias;
+    float A_log;
+};
+
+DEVICE Words2 load_words(const u16* from, bool vectors) {
+    if (vectors) return *reinterpret_cast<const Words2*>(from);
+    return Words2{from[0] | static_cast<u32>(from[1]) << 16, from[2] | static_cast<u32>(from[3]) << 16};
+}
+
+DEVICE void load_tokens(const StepParams& p, Inputs& x, i64 first, int tokens, int head, int maker, int lane,
+                        bool vectors) {
+    const int key_head = head / p.group;
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+        const i64 token = first + min(maker * kOwn + i, tokens - 1);
+        x.k[i] = load_words(p.k + token * p.k_token_stride + key_head * p.k_head_stride + 4 * lane, vectors);
+        x.q[i] = load_words(p.q + token * p.q_token_stride + key_head * p.q_head_stride + 4 * lane, vectors);
+        const i64 g = token * p.g_token_stride + head * p.g_head_stride + 4 * lane;
+        if (!(p.flags & kGateFloat)) {
+            const Words2 two = load_words(static_cast<const u16*>(p.g) + g, vectors);
+            x.g[i].x = two.x, x.g[i].y = two.y;
+        } else if (vectors) {
+            x.g[i] = *reinterpret_cast<const Words4*>(static_cast<const u32*>(p.g) + g);
+        } else {
+            const u32* from = static_cast<const u32*>(p.g) + g;
+            x.g[i] = Words4{from[0], from[1], from[2], from[3]};
+        }
+    }
+    const i64 beta = (first + min(lane & 7, tokens - 1)) * p.beta_token_stride + head * p.beta_head_stride;
+    x.strength = p.flags & kBetaFloat ? static_cast<const u32*>(p.beta)[beta]
+                                      : static_cast<u32>(static_cast<const u16*>(p.beta)[beta]) << 16;
+    x.bias = p.dt_bias ? load_four(p.dt_bias, head * 128 + 4 * lane, true, false) : Quad{0, 0, 0, 0};
+    x.A_log = p.A_log ? p.A_log[head] : 0.f;
+}
+
+DEVICE void load_turn(const StepParams& p, Inputs& x, const Work& w, const Turn& t, int maker, int lane) {
+    const float* old = p.records + w.slot * p.record_stride + t.record * p.record_position_stride + w.head * kRecord +
+                       32 * maker + lane;
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) {
+        const bool here = i < t.folds;
+        x.old_k[i] = here ? old[i * p.record_position_stride] : 0.f;
+        x.old_g[i] = here ? old[i * p.record_position_stride + 128] : 0.f;
+    }
+    if (t.tokens == 0) return;
+    const i64 first = w.tokens.first + t.token;
+    if (p.flags & kVectorInputs)
+        load_tokens(p, x, first, t.tokens, w.head, maker, lane, true);
+    else
+        load_tokens(p, x, first, t.tokens, w.head, maker, lane, false);
+}
+
+DEVICE Quad widen(Words2 x) { return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)}; }
+
+// The maker's tokens, activated: keys and log decays as records keep them. Leaves both and the queries in shared memory.
+struct Activated {
+    Quad k[kOwn], g[kOwn];
+};
+DEVICE void activate(const StepParams& p, Activated& own, const Inputs& x, int tokens, u32 rows, int maker, int lane) {
+    Quad q[kOwn];
+    float squares[2 * kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+        own.k[i] = widen(x.k[i]), q[i] = widen(x.q[i]);
+        squares[i] = dot(own.k[i], own.k[i]), squares[kOwn + i] = dot(q[i], q[i]);
+        own.g[i] = p.flags & kGateFloat ? Quad{__uint_as_float(x.g[i].x), __uint_as_float(x.g[i].y),
+                                               __uint_as_float(x.g[i].z), __uint_as_float(x.g[i].w)}
+                                        : widen(Words2{x.g[i].x, x.g[i].y});
+    }
+    log_decays<kOwn>(p, own.g, HeadGate{x.bias, gate_amplitude(x.A_log)});
+    const float square = warp_sums<2 * kOwn>(squares, lane);
+    const float scale = p.flags & kL2Norm ? inverse_sqrt(square + kNormEpsilon) : 1.f;
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+        own.k[i] = own.k[i] * __shfl_sync(kAllLanes, scale, 2 * i);
+        q[i] = q[i] * (__shfl_sync(kAllLanes, scale, 2 * (kOwn + i)) * p.scale);
+        const int token = maker * kOwn + i;
+        const bool here = token < tokens;
+        const Quad none{0, 0, 0, 0};
+        if (token < kTokens) {
+            const u32 to = rows + token * 512 + 16 * lane;
+            store_shared_quad(to, here ? own.k[i] : none);
+            store_shared_quad(to + kTokens * 512, here ? q[i] : none);
+            store_shared_quad(to + 2 * kTokens * 512, natural_exp(own.g[i]));
+        }
+    }
+}
+
 // Where in a row of sums those of token `at` with key i lie: keys after i, then queries from i on; the last key first.
 DEVICE constexpr int pair_place(int i, int at, bool query) {
     return (kTokens - 1 - i) * (kTokens - 1 - i) + (query ? kTokens - 1 - i + at - i : at - i - 1);
 }
-constexpr int kPairs = kTokens * kTokens, kSquares = kTokens == 8 ? 16 : 8;
-constexpr int kBatch = kPairs < 16 ? 8 : 16;  // sums that are taken at once
-constexpr int kBatches = (kPairs + kBatch - 1) / kBatch;
+constexpr int kPairs = kTokens * kTokens;
+constexpr int kBatch = kPairs < 16 ? kPairs : 16;  // sums that are taken at once
 
-// Sums of the chunk's keys and queries, and the matrices that follow from them. x: keys, then queries, normalised; they
-// leave decayed from the state to their token. decay: of each token; strength: of token lane % 8. Lane l receives column
-// l % 8 of M and W.
-DEVICE void mix_tokens(Quad* x, const Quad* decay, float strength, float* m, float* w, int lane) {
-    float sums[kBatches * kBatch], pairs[kBatches];
+// A maker's 32 channels: x, keys and then queries, leaves decayed from the state to its token; the maker's share of the
+// sums goes to shared memory, those of four makers side by side.
+DEVICE void multiply_pairs(float* x, u32 rows, u32 shares, int maker, int lane) {
+    float decay[kTokens], sums[kPairs];
+    const u32 from = rows + 128 * maker + 4 * lane;
 #pragma unroll
-    for (int i = kPairs; i < kBatches * kBatch; i++) sums[i] = 0.f;
+    for (int i = 0; i < 2 * kTokens; i++) x[i] = load_shared_float(from + i * 512);
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) decay[i] = load_shared_float(from + (2 * kTokens + i) * 512);
 #pragma unroll
     for (int i = kTokens - 1; i >= 0; i--) {
 #pragma unroll
         for (int at = i; at < kTokens; at++) {
-            if (at > i) sums[pair_place(i, at, false)] = dot(x[at], x[i]);
-            sums[pair_place(i, at, true)] = dot(x[kTokens + at], x[i]);
+            if (at > i) sums[pair_place(i, at, false)] = x[at] * x[i];
+            sums[pair_place(i, at, true)] = x[kTokens + at] * x[i];
         }
 #pragma unroll
-        for (int at = i; at < kTokens; at++) {
-            x[at] = x[at] * decay[i];
-            x[kTokens + at] = x[kTokens + at] * decay[i];
-        }
+        for (int at = i; at < kTokens; at++) x[at] *= decay[i], x[kTokens + at] *= decay[i];
         const int so_far = (kTokens - i) * (kTokens - i), before = (kTokens - 1 - i) * (kTokens - 1 - i);
 #pragma unroll
-        for (int batch = before / kBatch; batch < (i == 0 ? kBatches : so_far / kBatch); batch++)
-            pairs[batch] = warp_sums<kBatch>(sums + batch * kBatch, lane);
+        for (int batch = before / kBatch; batch < so_far / kBatch; batch++) {
+            const float sum = warp_sums<kBatch>(sums + batch * kBatch, lane);
+            if (lane % 2 == 0 && lane < 2 * kBatch)
+                store_shared_float(shares + (batch * kBatch + lane / 2) * 16 + 4 * maker, sum);
+        }
+    }
+}
+
+DEVICE void meet_makers() { named_barrier(1, kMakers * 32); }
+
+// A channel of the records' keys, decayed to the last, and of the state's decay under them.
+DEVICE void store_fold(u32 tables, const float* keys, float total, int maker, int lane) {
+    const int channel = 32 * maker + lane;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 to = tables + kFold + i * kFoldPitch + 4 * kPair * channel, rest = to + kFoldRest - kFold;
+        const float one = i < kTokens ? keys[i % kTokens] : 0.f;
+        const u32 head = tf32(one);
+        if (kPair == 2) {
+            const float other = keys[(i + 4) % kTokens];
+            const u32 other_head = tf32(other);
+            store_shared_words2(to, head, other_head);
+            store_shared_words2(rest, tf32_rest(one, head), tf32_rest(other, other_head));
+        } else {
+            store_shared(to, head);
+            store_shared(rest, tf32_rest(one, head));
+        }
+    }
+    store_shared_float(tables + kDecay + 4 * channel, total);
+}
+
+// M and W from the sums, by one maker; lane l has column l % 8. strength: of token lane.
+DEVICE void solve(u32 shares, float strength, u32 mix, int lane) {
+    float pairs[(kPairs + 31) / 32], m[kTokens];
+#pragma unroll
+    for (int i = 0; i < (kPairs + 31) / 32; i++) {
+        const Quad share = load_shared_quad(shares + (32 * i + (kPairs < 32 ? lane % kPairs : lane)) * 16);
+        pairs[i] = (share.x + share.y) + (share.z + share.w);
     }
     auto pair = [&](int i, int at, bool query) -> float {
         const int place = pair_place(i, at, query);
-        return __shfl_sync(kAllLanes, pairs[place / kBatch], place % kBatch * 2);
+        return __shfl_sync(kAllLanes, pairs[place / 32], place % 32);
     };
     const int mine = lane & 7;
+    auto keep = [&](int row, float x) {
+        const u32 head = tf32(x);
+        if (lane < 8) {
+            store_shared(mix + (row * 8 + lane) * 4, head);
+            store_shared(mix + kMixRest - kMix + (row * 8 + lane) * 4, tf32_rest(x, head));
+        }
+    };
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
         float sum = mine == i ? 1.f : 0.f;
 #pragma unroll
         for (int j = 0; j < i; j++) sum = fmaf(-pair(j, i, false), m[j], sum);
         m[i] = sum * __shfl_sync(kAllLanes, strength, i);
+        keep(i, m[i]);
     }
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
-        w[i] = 0.f;
+        float sum = 0.f;
 #pragma unroll
-        for (int j = 0; j <= i; j++) w[i] = fmaf(pair(j, i, true), m[j], w[i]);
-    }
-}
-
-// Uses of a set of tables: how many there were so far, and how many of them consumers are known to be done with.
-struct Uses {
-    int begun = 0, done = 0;
-};
-// Waits until consumers are done with the first `count`. One after another, because a wait by parity tells neighbours
-// apart only, and other makers use the same set.
-DEVICE void wait_for_uses(Uses& uses, int count, u32 used) {
-    for (; uses.done < count; uses.done++) barrier_wait(used, uses.done & 1);
-}
-
-// Four channels of a row of q or k as they lie there.
-template <bool kVectors>
-DEVICE Words2 load_words(const u16* from) {
-    if (kVectors) return *reinterpret_cast<const Words2*>(from);
-    return Words2{from[0] | static_cast<u32>(from[1]) << 16, from[2] | static_cast<u32>(from[3]) << 16};
-}
-DEVICE Quad widen(Words2 x) { return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)}; }
-
-// What a lane reads of a turn's tokens. Past their end it holds the last one.
-struct Raw {
-    Words2 k[kTokens], q[kTokens];
-    Quad g[kTokens];
-    float strength;  // of token lane % 8
-};
-
-template <bool kVectors>
-DEVICE void load_rows(const StepParams& p, Raw& raw, i64 first, int tokens, int head, int lane) {
-    const int key_head = head / p.group;
-    const u16* k = p.k + first * p.k_token_stride + key_head * p.k_head_stride + 4 * lane;
-    const u16* q = p.q + first * p.q_token_stride + key_head * p.q_head_stride + 4 * lane;
-    const i64 g = first * p.g_token_stride + head * p.g_head_stride + 4 * lane;
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        const int at = min(i, tokens - 1);
-        raw.k[i] = load_words<kVectors>(k + at * p.k_token_stride);
-        raw.q[i] = load_words<kVectors>(q + at * p.q_token_stride);
-        raw.g[i] = load_four(p.g, g + at * p.g_token_stride, p.flags & kGateFloat, kVectors);
-    }
-}
-
-DEVICE void load_tokens(const StepParams& p, Raw& raw, i64 first, int tokens, int head, int lane) {
-    if (p.flags & kVectorInputs)
-        load_rows<true>(p, raw, first, tokens, head, lane);
-    else
-        load_rows<false>(p, raw, first, tokens, head, lane);
-    raw.strength = write_strength(p, first + min(lane & 7, tokens - 1), head);
-}
-
-// Brings what `load_tokens` reads into the L2 cache: a lane for two lines of each row.
-DEVICE void prefetch_tokens(const StepParams& p, i64 first, int tokens, int head, int lane) {
-    const int key_head = head / p.group, half = lane & 1;
-    const i64 token = first + min(lane >> 2, tokens - 1);
-    const bool query = lane & 2;
-    prefetch_line((query ? p.q + token * p.q_token_stride + key_head * p.q_head_stride
-                         : p.k + token * p.k_token_stride + key_head * p.k_head_stride) + 64 * half);
-    const i64 g = token * p.g_token_stride + head * p.g_head_stride;
-    if (p.flags & kGateFloat)
-        prefetch_line(static_cast<const float*>(p.g) + g + 32 * (lane & 3));
-    else
-        prefetch_line(static_cast<const u16*>(p.g) + g + 64 * half);
-}
-
-// What a lane reads of the records that a turn folds; past their end it holds the last one. `from`: of this lane, in the
-// first of them.
-struct Records {
-    Quad k[kTokens], g[kTokens];
-};
-
-DEVICE void load_records(Records& r, const float* from, i64 stride, int count, bool vectors) {
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        const i64 at = min(i, count - 1) * stride;
-        r.k[i] = load_four(from, at, true, vectors);
-        r.g[i] = load_four(from, at + 128, true, vectors);
-    }
-}
-
-// The table of these records, by one warp.
-DEVICE void make_fold(Records& r, int count, u32 folds, int lane) {
-    Quad* const k = r.k;
-    Quad* const g = r.g;
-    Quad total = {1, 1, 1, 1};
-#pragma unroll
-    for (int i = kTokens - 1; i >= 0; i--) {
-        const bool here = i < count;
-        k[i] = here ? k[i] * total : Quad{0, 0, 0, 0};
-        total = here ? total * natural_exp(g[i]) : total;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if (i >= kTokens) break;
-        const u32 to = folds + kFold + i * kFoldPitch + 16 * kPair * lane, rest = to + kFoldRest - kFold;
-        const Quad one = k[i], other = k[kPair == 2 ? i + 4 : i];
-        if (kPair == 2) {
-            store_split(to, rest, Quad{one.x, other.x, one.y, other.y});
-            store_split(to + 16, rest + 16, Quad{one.z, other.z, one.w, other.w});
-        } else {
-            store_split(to, rest, one);
-        }
-    }
-    store_shared_quad(folds + kDecay + 16 * lane, total);
-}
-
-// The tables of the tokens that a turn runs, by one warp, and their records; `to`: of this lane, in the first of them.
-// `uses` of the set must end before the tables are overwritten.
-DEVICE void make_chunk(const StepParams& p, const Raw& raw, float* to, int tokens, HeadGate gate, u32 tables, u32 used,
-                       Uses& uses, int lane) {
-    Quad x[2 * kTokens], decay[kTokens];
-    float m[kTokens], w[kTokens], squares[kSquares];
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        x[i] = i < tokens ? widen(raw.k[i]) : Quad{0, 0, 0, 0};
-        x[kTokens + i] = i < tokens ? widen(raw.q[i]) : Quad{0, 0, 0, 0};
-        decay[i] = raw.g[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kSquares; i++) squares[i] = i < 2 * kTokens ? dot(x[i], x[i]) : 0.f;
-    log_decays<kTokens>(p, decay, gate);
-    const float square = warp_sums<kSquares>(squares, lane);
-    const float own_scale = p.flags & kL2Norm ? inverse_sqrt(square + kNormEpsilon) : 1.f;
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        x[i] = x[i] * __shfl_sync(kAllLanes, own_scale, 2 * i);
-        x[kTokens + i] = x[kTokens + i] * (__shfl_sync(kAllLanes, own_scale, 2 * (kTokens + i)) * p.scale);
-        if (i < tokens) {  // no other warp reads the records that these overwrite, and this lane has read them
-            store_four(to, i * p.record_position_stride, x[i], p.flags & kVectorRecords);
-            store_four(to, i * p.record_position_stride + 128, decay[i], p.flags & kVectorRecords);
-        }
-        decay[i] = natural_exp(decay[i]);
-    }
-    mix_tokens(x, decay, (lane & 7) < tokens ? raw.strength : 0.f, m, w, lane);
-
-    wait_for_uses(uses, uses.begun, used);
-#pragma unroll
-    for (int i = 0; i < 2 * kTokens; i++)
-        store_split(tables + kOperands + i * kOperandPitch + 16 * lane,
-                    tables + kOperandsRest + i * kOperandPitch + 16 * lane, x[i]);
-    if (lane < 8) {
-#pragma unroll
-        for (int i = 0; i < 2 * kTokens; i++) {
-            const float entry = lane >= kTokens ? 0.f : i < kTokens ? m[i] : w[i - kTokens];
-            const u32 head_part = tf32(entry);
-            store_shared(tables + kMix + (i * 8 + lane) * 4, head_part);
-            store_shared(tables + kMixRest + (i * 8 + lane) * 4, tf32_rest(entry, head_part));
-        }
+        for (int j = 0; j <= i; j++) sum = fmaf(pair(j, i, true), m[j], sum);
+        keep(kTokens + i, sum);
     }
 }
 
@@ -393,31 +413,14 @@ DEVICE void multiply_operands(float (*sums)[3][4], Quad low, Quad high, u32 tabl
     }
 }
 
-// One head of one request.
-struct Work {
-    int slot, head, accepted;  // slot -1: there is no more
-    Tokens tokens;
-};
-
-DEVICE void store_work(u32 to, const Work& w) {
-    store_shared_words4(to, Words4{static_cast<u32>(w.slot), static_cast<u32>(w.head), static_cast<u32>(w.accepted),
-                                   static_cast<u32>(w.tokens.first)});
-    store_shared(to + 16, w.tokens.count);
-}
-DEVICE Work load_work(u32 from) {
-    const Words4 x = load_shared_words4(from);
-    return Work{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
-                Tokens{static_cast<int>(x.w), static_cast<int>(load_shared(from + 16))}};
-}
-
 // Of a turn: what a consumer's lane reads from global memory.
-struct Inputs {
+struct Rows4 {
     float u[4];     // corrections: rows g, g + 8 of record c, then of record c + 4
     u32 values[4];  // v, as bits: rows g and g + 8, of tokens 2 c and 2 c + 1 each
 };
 
-DEVICE Inputs load_inputs(const StepParams& p, const Work& w, const Turn& t, int row, int c) {
-    Inputs x;
+DEVICE Rows4 load_rows(const StepParams& p, const Work& w, const Turn& t, int row, int c) {
+    Rows4 x;
     const float* u = p.records + w.slot * p.record_stride + w.head * kRecord + 256 + row;
     const u16* v = p.v + static_cast<i64>(w.tokens.first + t.token) * p.v_token_stride + w.head * p.v_head_stride + row;
 #pragma unroll
@@ -507,15 +510,13 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
 #pragma unroll 1
     for (int i = 0; i < kStages; i++) fetch(p, reader, first_row, lane);
 
-    int stage = 0, place = 0, parity = 0, maker = 0, set = 0;
-    u32 made_parities = 0;  // a bit for each set of tables
+    int stage = 0, place = 0, parity = 0, set = 0, made_parity = 0;
     Work work = load_work(list);
-    Inputs inputs{};
-    if (work.slot >= 0) inputs = load_inputs(p, work, find_turn(work.accepted, work.tokens.count, 0), row, c);
+    Rows4 inputs{};
+    if (work.slot >= 0) inputs = load_rows(p, work, find_turn(work.accepted, work.tokens.count, 0), row, c);
     while (work.slot >= 0) {
         const i64 offset = work.slot * p.pool_stride + work.head * kMatrix;
         const i64 own = opaque(offset + row * 128 + 4 * c);  // this lane's first; else each store has its own address
-        const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
         const int turns = count_turns(work.accepted, work.tokens.count);
 
         Quad low[8], high[8];  // the state: rows g and g + 8
@@ -532,24 +533,24 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
         place = place + 1 == kWorks ? 0 : place + 1;
         fetch(p, reader, first_row, lane);
         const Work next = load_work(list + place * kWorkBytes);
-        Inputs ahead{};
-        if (next.slot >= 0) ahead = load_inputs(p, next, find_turn(next.accepted, next.tokens.count, 0), row, c);
+        Rows4 ahead{};
+        if (next.slot >= 0) ahead = load_rows(p, next, find_turn(next.accepted, next.tokens.count, 0), row, c);
 
         for (int index = 0; index < turns; index++) {
             const Turn turn = find_turn(work.accepted, work.tokens.count, index);
-            if (index > 0) inputs = load_inputs(p, work, turn, row, c);
+            if (index > 0) inputs = load_rows(p, work, turn, row, c);
             Folded u;
 #pragma unroll
             for (int i = 0; i < 4; i++) u.head[i] = tf32(inputs.u[i]), u.rest[i] = tf32_rest(inputs.u[i], u.head[i]);
-            barrier_wait(shared + kMade + 8 * set, made_parities >> set & 1);
-            made_parities ^= 1u << set;
+            const u32 tables = shared + kTables + set * kSetBytes;
+            barrier_wait(shared + kMade + 8 * set, made_parity);
             float sums[kTiles][3][4];
 #pragma unroll
             for (int i = 0; i < kTiles * 12; i++) sums[i / 12][i / 4 % 3][i % 4] = 0.f;
             if (turn.stores && turn.tokens > 0 && p.flags & kVectorStates) {  // the usual turn, without branches
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    fold_records(low[i], high[i], u, folds, i, g, c);
+                    fold_records(low[i], high[i], u, tables, i, g, c);
                     Rows::store_vector(p, own, 0, 4 * i, low[i]);
                     Rows::store_vector(p, own, Rows::kUpper, 4 * i, high[i]);
                     multiply_operands(sums, low[i], high[i], tables, i, g, c);
@@ -557,7 +558,7 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    if (turn.folds > 0) fold_records(low[i], high[i], u, folds, i, g, c);
+                    if (turn.folds > 0) fold_records(low[i], high[i], u, tables, i, g, c);
                     if (turn.stores) {
                         Rows::store(p, offset, row, 4 * i + c, low[i]);
                         Rows::store(p, offset, row + Rows::kUpper, 4 * i + c, high[i]);
@@ -568,66 +569,76 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
             if (turn.tokens > 0) finish_tokens(p, work, turn, row, tables, sums, inputs.values, g, c);
             __syncwarp();  // all of the tables is read, and new corrections are there for the next turn
             if (arrives(lane)) barrier_arrive(shared + kUsed + 8 * set);
+            set = set + 1 == kSets ? 0 : set + 1;
+            made_parity ^= set == 0;
         }
-        maker = maker + 1 == kMakers ? 0 : maker + 1;
-        set = maker % kSets;
         work = next, inputs = ahead;
     }
 }
 
 DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin, int end) {
-    const int set = maker % kSets;
-    const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
-    const u32 used = shared + kUsed + 8 * set;
-    if (kTokens < 4)  // keys of records that there never are
+    const u32 rows = shared + kTokenRows, shares = shared + kShares;
+    Walk walk = begin_walk(p, begin, end);
+    Work work = next_work(p, walk);
+    Inputs inputs{};
+    if (work.slot >= 0) load_turn(p, inputs, work, find_turn(work.accepted, work.tokens.count, 0), maker, lane);
+    int set = 0, free_parity = 1, solver = 0;
+    while (work.slot >= 0) {
+        const Work next = next_work(p, walk);
+        const int turns = count_turns(work.accepted, work.tokens.count);
+        for (int index = 0; index < turns; index++) {
+            const Turn turn = find_turn(work.accepted, work.tokens.count, index);
+            if (index > 0) load_turn(p, inputs, work, turn, maker, lane);
+            float folded[kTokens], total = 1.f;
 #pragma unroll
-        for (int i = kTokens; i < 4; i++) store_split(folds + kFold + i * kFoldPitch + 16 * lane,
-                                                      folds + kFoldRest + i * kFoldPitch + 16 * lane, Quad{0, 0, 0, 0});
-    Uses uses;
-    int live = 0, last = 0;  // heads with something to do; uses of the set up to this maker's last one
-    for (Walk walk = begin_walk(p, begin, end); walk.left > 0; step(p, walk)) {
-        const Request& request = walk.request;
-        const int head = walk.head;
-        if (request.turns == 0) continue;
-        const int here = live++;
-        if (here % kMakers != maker) {
-            if (here % kSets == set) uses.begun += request.turns;
-            continue;
-        }
-        const HeadGate gate = head_gate(p, head, lane);
-        float* records = p.records + request.slot * p.record_stride + head * kRecord + 4 * lane;
-        for (int index = 0; index < request.turns; index++) {
-            const Turn turn = find_turn(request.accepted, request.tokens.count, index);
-            Raw raw;
-            const int first = request.tokens.first + turn.token;
-            if (kTokens < 8 && turn.tokens > 0) load_tokens(p, raw, first, turn.tokens, head, lane);
-            if (kTokens == 8 && turn.tokens > 0) prefetch_tokens(p, first, turn.tokens, head, lane);
-            const float* old = records + turn.record * p.record_position_stride;
-            Records read;
-            if (kTokens == 8) wait_for_uses(uses, last, used);  // tokens and records at once would not fit the registers
-            if (turn.folds > 0 && p.flags & kVectorRecords)
-                load_records(read, old, p.record_position_stride, turn.folds, true);
-            else if (turn.folds > 0)
-                load_records(read, old, p.record_position_stride, turn.folds, false);
-            wait_for_uses(uses, last, used);
-            if (turn.folds > 0) make_fold(read, turn.folds, folds, lane);
-            if (kTokens == 8 && turn.tokens > 0) load_tokens(p, raw, first, turn.tokens, head, lane);
-            if (turn.tokens > 0)
-                make_chunk(p, raw, records + turn.token * p.record_position_stride, turn.tokens, gate, tables, used,
-                           uses, lane);
-            // A turn that only folds must not be announced before the others' uses of the set either.
-            wait_for_uses(uses, uses.begun, used);
-            last = ++uses.begun;
+            for (int i = kTokens - 1; i >= 0; i--) {  // records that there are not are zeros
+                folded[i] = inputs.old_k[i] * total;
+                total *= natural_exp(inputs.old_g[i]);
+            }
+            const float strength = p.flags & kBetaLogits ? sigmoid(__uint_as_float(inputs.strength)) * p.beta_scale
+                                                         : __uint_as_float(inputs.strength);
+            Activated own;
+            if (turn.tokens > 0) activate(p, own, inputs, turn.tokens, rows, maker, lane);
+            meet_makers();  // all tokens are there, and all old records have been read
+
+            float x[2 * kTokens];
+            if (turn.tokens > 0) {
+                float* const to = p.records + work.slot * p.record_stride + turn.token * p.record_position_stride +
+                                  work.head * kRecord + 4 * lane;
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) {
+                    const int token = maker * kOwn + i;
+                    if (token >= turn.tokens) continue;
+                    store_four(to, token * p.record_position_stride, own.k[i], p.flags & kVectorRecords);
+                    store_four(to, token * p.record_position_stride + 128, own.g[i], p.flags & kVectorRecords);
+                }
+                multiply_pairs(x, rows, shares, maker, lane);
+            }
+            if (index == turns - 1 && next.slot >= 0)
+                load_turn(p, inputs, next, find_turn(next.accepted, next.tokens.count, 0), maker, lane);
+            const u32 tables = shared + kTables + set * kSetBytes;
+            barrier_wait(shared + kUsed + 8 * set, free_parity);
+            if (turn.folds > 0) store_fold(tables, folded, total, maker, lane);
+            if (turn.tokens > 0) {
+                const u32 to = tables + kOperands + 128 * maker + 4 * lane;
+#pragma unroll
+                for (int i = 0; i < 2 * kTokens; i++) {
+                    const u32 head = tf32(x[i]);
+                    store_shared(to + i * kOperandPitch, head);
+                    store_shared(to + i * kOperandPitch + kOperandsRest - kOperands, tf32_rest(x[i], head));
+                }
+            }
+            meet_makers();  // all shares of sums are there, and new records for the turn after this
+            if (turn.tokens > 0 && maker == solver)
+                solve(shares, lane < turn.tokens ? strength : 0.f, tables + kMix, lane);
+            solver = solver + 1 == kMakers ? 0 : solver + 1;
             __syncwarp();
             if (arrives(lane)) barrier_arrive(shared + kMade + 8 * set);
+            set = set + 1 == kSets ? 0 : set + 1;
+            free_parity ^= set == 0;
         }
+        work = next;
     }
-}
-
-template <int kRegisters>
-DEVICE void trade_registers() {
-    if (kRegisters > 168) claim_registers<kRegisters>();
-    if (kRegisters < 168) release_registers<kRegisters>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_constant__ StepParams p) {
@@ -637,7 +648,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
     if (threadIdx.x == 0) {
         for (int i = 0; i < kConsumers * kStages; i++) barrier_init(shared + kBarriers + 8 * i, kWarpArrivals);
         for (int i = 0; i < kSets; i++) {
-            barrier_init(shared + kMade + 8 * i, kWarpArrivals);
+            barrier_init(shared + kMade + 8 * i, kMakers * kWarpArrivals);
             barrier_init(shared + kUsed + 8 * i, kConsumers * kWarpArrivals);
         }
         barrier_init_fence();
@@ -649,10 +660,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
     const int begin = static_cast<int>(heads * blockIdx.x / gridDim.x);
     const int end = static_cast<int>(heads * (blockIdx.x + 1) / gridDim.x);
     if (warp < kConsumers) {
-        trade_registers<kConsumerRegisters>();
+        claim_registers<kConsumerRegisters>();
         consume(p, shared, warp, lane, begin, end);
     } else {
-        trade_registers<kMakerRegisters>();
+        release_registers<kMakerRegisters>();
         make(p, shared, warp - kConsumers, lane, begin, end);
     }
 }

@@ -68,15 +68,17 @@ DEVICE void share_sums(float* x, int lane) {
         x[i] = kept + __shfl_xor_sync(kAllLanes, sent, 2 * kHalf);
     }
 }
-// Sums over the warp, 8 or 16; lane l receives that of x[l / 2 % kCount]. Overwrites x.
+// kCount sums over the warp; lane l receives that of x[l / 2 % kCount]. Overwrites x.
 template <int kCount>
 DEVICE float warp_sums(float* x, int lane) {
-    if (kCount == 16) share_sums<8>(x, lane);
-    share_sums<4>(x, lane);
-    share_sums<2>(x, lane);
-    share_sums<1>(x, lane);
-    const float sum = x[0] + __shfl_xor_sync(kAllLanes, x[0], 1);
-    return kCount == 16 ? sum : sum + __shfl_xor_sync(kAllLanes, sum, 16);
+    if (kCount >= 16) share_sums<8>(x, lane);
+    if (kCount >= 8) share_sums<4>(x, lane);
+    if (kCount >= 4) share_sums<2>(x, lane);
+    if (kCount >= 2) share_sums<1>(x, lane);
+    float sum = x[0] + __shfl_xor_sync(kAllLanes, x[0], 1);
+#pragma unroll
+    for (int distance = 2 * kCount; distance < 32; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    return sum;
 }
 
 // Rows of a token and a head.
@@ -90,11 +92,6 @@ DEVICE float write_strength(const StepParams& p, i64 token, int head) {
 }
 DEVICE void store_output(const StepParams& p, i64 token, int head, int row, float x) {
     p.out[token * p.out_token_stride + head * p.out_head_stride + row] = static_cast<u16>(pack_bf16(x, 0.f));
-}
-
-DEVICE HeadGate head_gate(const StepParams& p, int head, int lane) {
-    const Quad bias = p.dt_bias ? load_four(p.dt_bias, head * 128 + 4 * lane, true, false) : Quad{0, 0, 0, 0};
-    return HeadGate{bias, gate_amplitude(p, head)};
 }
 
 // x, of which the assembler knows nothing: addresses that follow from it are not computed ahead of the rare branch that

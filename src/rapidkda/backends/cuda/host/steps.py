@@ -36,9 +36,6 @@ def replay_kernel(state_float: bool, positions: int) -> KernelSource:
         "KDA_TOKENS": str(tokens),
         "KDA_MANY_TURNS": str(positions > tokens).lower(),
     }
-    import os
-    cr = int(os.environ.get("KDA_CR%d" % tokens, 160))
-    macros |= {"KDA_CR": str(cr), "KDA_MR": str(168 * 3 - 2 * cr)}
     if env.racecheck():
         macros["KDA_EVERY_LANE_ARRIVES"] = "1"
     return KernelSource("replay.cu", "replay", tuple(macros.items()))
