@@ -174,7 +174,7 @@ struct Inputs {
     float old_k[kTokens], old_g[kTokens];  // of the records to fold, channel 32 maker + lane
     Words2 k[kOwn], q[kOwn];               // of the maker's tokens, channels 4 lane to 4 lane + 3; past the end, the last
     Words4 g[kOwn];
-    u32 strength;                          // of token lane
+    u32 strength;                          // of token lane, as bits
     Quad bias;
     float A_log;
 };
@@ -204,8 +204,10 @@ DEVICE void load_tokens(const StepParams& p, Inputs& x, i64 first, int tokens, i
         }
     }
     const i64 beta = (first + min(lane & 7, tokens - 1)) * p.beta_token_stride + head * p.beta_head_stride;
-    x.strength = p.flags & kBetaFloat ? static_cast<const u32*>(p.beta)[beta]
-                                      : static_cast<u32>(static_cast<const u16*>(p.beta)[beta]) << 16;
+    if (p.flags & kBetaFloat)
+        x.strength = static_cast<const u32*>(p.beta)[beta];
+    else
+        x.strength = static_cast<const u16*>(p.beta)[beta];
     x.bias = p.dt_bias ? load_four(p.dt_bias, head * 128 + 4 * lane, true, false) : Quad{0, 0, 0, 0};
     x.A_log = p.A_log ? p.A_log[head] : 0.f;
 }
@@ -214,10 +216,9 @@ DEVICE void load_turn(const StepParams& p, Inputs& x, const Work& w, const Turn&
     const float* old = p.records + w.slot * p.record_stride + t.record * p.record_position_stride + w.head * kRecord +
                        32 * maker + lane;
 #pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        const bool here = i < t.folds;
-        x.old_k[i] = here ? old[i * p.record_position_stride] : 0.f;
-        x.old_g[i] = here ? old[i * p.record_position_stride + 128] : 0.f;
+    for (int i = 0; i < kTokens; i++, old += p.record_position_stride) {
+        x.old_k[i] = i < t.folds ? old[0] : 0.f;
+        x.old_g[i] = i < t.folds ? old[128] : 0.f;
     }
     if (t.tokens == 0) return;
     const i64 first = w.tokens.first + t.token;
@@ -225,6 +226,26 @@ DEVICE void load_turn(const StepParams& p, Inputs& x, const Work& w, const Turn&
         load_tokens(p, x, first, t.tokens, w.head, maker, lane, true);
     else
         load_tokens(p, x, first, t.tokens, w.head, maker, lane, false);
+}
+
+// Brings what a head's first turn reads besides its state into the L2 cache; `thread`: of all makers'.
+DEVICE void prefetch_inputs(const StepParams& p, const Work& w, int thread) {
+    if (w.slot < 0) return;
+    const int record = thread / 12, line = thread % 12;  // 1,536 bytes
+    if (record < min(w.accepted, kTokens))
+        prefetch_line(p.records + w.slot * p.record_stride + record * p.record_position_stride + w.head * kRecord +
+                      32 * line);
+    const int token = thread / 16, part = thread % 16;  // two lines of q, of k and of v, then g
+    if (token >= min(w.tokens.count, kTokens) || part >= (p.flags & kGateFloat ? 10 : 8)) return;
+    const i64 at = w.tokens.first + token;
+    const u16* line_at = p.q + at * p.q_token_stride + w.head / p.group * p.q_head_stride;
+    if (part >= 2) line_at = p.k + at * p.k_token_stride + w.head / p.group * p.k_head_stride;
+    if (part >= 4) line_at = p.v + at * p.v_token_stride + w.head * p.v_head_stride;
+    if (part >= 6) {
+        const i64 g = at * p.g_token_stride + w.head * p.g_head_stride;
+        line_at = static_cast<const u16*>(p.g) + (p.flags & kGateFloat ? 2 * g : g);
+    }
+    prefetch_line(line_at + 64 * (part >= 6 ? part - 6 : part & 1));
 }
 
 DEVICE Quad widen(Words2 x) { return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)}; }
@@ -582,10 +603,12 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
     Work work = next_work(p, walk);
     Inputs inputs{};
     if (work.slot >= 0) load_turn(p, inputs, work, find_turn(work.accepted, work.tokens.count, 0), maker, lane);
+    Work next = next_work(p, walk);
+    prefetch_inputs(p, next, 32 * maker + lane);
     int set = 0, free_parity = 1, solver = 0;
     while (work.slot >= 0) {
-        const Work next = next_work(p, walk);
         const int turns = count_turns(work.accepted, work.tokens.count);
+        const Work after = next;
         for (int index = 0; index < turns; index++) {
             const Turn turn = find_turn(work.accepted, work.tokens.count, index);
             if (index > 0) load_turn(p, inputs, work, turn, maker, lane);
@@ -595,10 +618,15 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
                 folded[i] = inputs.old_k[i] * total;
                 total *= natural_exp(inputs.old_g[i]);
             }
-            const float strength = p.flags & kBetaLogits ? sigmoid(__uint_as_float(inputs.strength)) * p.beta_scale
-                                                         : __uint_as_float(inputs.strength);
+            float strength = __uint_as_float(p.flags & kBetaFloat ? inputs.strength : inputs.strength << 16);
+            if (p.flags & kBetaLogits) strength = sigmoid(strength) * p.beta_scale;
             Activated own;
             if (turn.tokens > 0) activate(p, own, inputs, turn.tokens, rows, maker, lane);
+            if (index == turns - 1 && next.slot >= 0) {
+                load_turn(p, inputs, next, find_turn(next.accepted, next.tokens.count, 0), maker, lane);
+                next = next_work(p, walk);
+                prefetch_inputs(p, next, 32 * maker + lane);
+            }
             meet_makers();  // all tokens are there, and all old records have been read
 
             float x[2 * kTokens];
@@ -614,8 +642,6 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
                 }
                 multiply_pairs(x, rows, shares, maker, lane);
             }
-            if (index == turns - 1 && next.slot >= 0)
-                load_turn(p, inputs, next, find_turn(next.accepted, next.tokens.count, 0), maker, lane);
             const u32 tables = shared + kTables + set * kSetBytes;
             barrier_wait(shared + kUsed + 8 * set, free_parity);
             if (turn.folds > 0) store_fold(tables, folded, total, maker, lane);
@@ -637,7 +663,7 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
             set = set + 1 == kSets ? 0 : set + 1;
             free_parity ^= set == 0;
         }
-        work = next;
+        work = after;
     }
 }
 
