@@ -67,6 +67,18 @@ DEVICE void copy_bytes(u32 destination, const void* from, int bytes, u32 bar) {
         "l"(from), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
+// The other way; what was asked for before `commit_writes` is a group.
+DEVICE void write_bytes(void* to, u32 source, int bytes) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0],[%1],%2,%3;" ::"l"(to), "r"(source),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+DEVICE void commit_writes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the copy engine has read all that this thread's groups write.
+DEVICE void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // Global stores of what nobody reads soon.
 DEVICE void store_once(float* to, Quad x) {

@@ -537,7 +537,6 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
     if (work.slot >= 0) inputs = load_rows(p, work, find_turn(work.accepted, work.tokens.count, 0), row, c);
     while (work.slot >= 0) {
         const i64 offset = work.slot * p.pool_stride + work.head * kMatrix;
-        const i64 own = opaque(offset + row * 128 + 4 * c);  // this lane's first; else each store has its own address
         const int turns = count_turns(work.accepted, work.tokens.count);
 
         Quad low[8], high[8];  // the state: rows g and g + 8
@@ -548,11 +547,7 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
             low[i] = Rows::load(from, 4 * i + c);
             high[i] = Rows::load(from + Rows::kUpper * Rows::kRowBytes, 4 * i + c);
         }
-        __syncwarp();  // all of the stage is read
-        stage = stage + 1 == kStages ? 0 : stage + 1;
-        parity ^= stage == 0;
         place = place + 1 == kWorks ? 0 : place + 1;
-        fetch(p, reader, first_row, lane);
         const Work next = load_work(list + place * kWorkBytes);
         Rows4 ahead{};
         if (next.slot >= 0) ahead = load_rows(p, next, find_turn(next.accepted, next.tokens.count, 0), row, c);
@@ -572,10 +567,13 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     fold_records(low[i], high[i], u, tables, i, g, c);
-                    Rows::store_vector(p, own, 0, 4 * i, low[i]);
-                    Rows::store_vector(p, own, Rows::kUpper, 4 * i, high[i]);
+                    Rows::put(from, 4 * i + c, low[i]);
+                    Rows::put(from + Rows::kUpper * Rows::kRowBytes, 4 * i + c, high[i]);
                     multiply_operands(sums, low[i], high[i], tables, i, g, c);
                 }
+                fence_async_proxy();
+                __syncwarp();
+                if (lane == 0) Rows::write(p, ring + stage * Rows::kBytes, offset, first_row);
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
@@ -593,6 +591,11 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
             set = set + 1 == kSets ? 0 : set + 1;
             made_parity ^= set == 0;
         }
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        parity ^= stage == 0;
+        if (lane == 0) wait_for_reads();  // the copy engine has read the stage
+        __syncwarp();
+        fetch(p, reader, first_row, lane);
         work = next, inputs = ahead;
     }
 }

@@ -165,6 +165,22 @@ struct States {
         return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)};
     }
 
+    DEVICE static void put(u32 row, int n, Quad x) {
+        if (kFloat)
+            store_shared_quad(row + 16 * n, x);
+        else
+            store_shared_words2(row + 8 * n, pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+    }
+
+    // The way back of `fetch`, by one lane, once all lanes' stores are fenced.
+    DEVICE static void write(const StepParams& p, u32 from, i64 offset, int row) {
+        char* to = static_cast<char*>(p.pool) + (offset + row * 128) * (kFloat ? 4 : 2);
+#pragma unroll
+        for (int i = 0; i < kGroups; i++)
+            write_bytes(to + i * kGroupRows * kRowBytes, from + i * kGroupPitch, kGroupRows * kRowBytes);
+        commit_writes();
+    }
+
     DEVICE static void store_vector(const StepParams& p, i64 offset, int row, int n, Quad x) {
         const i64 at = offset + row * 128 + 4 * n;
         if (kFloat)
