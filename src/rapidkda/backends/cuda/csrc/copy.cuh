@@ -79,6 +79,10 @@ DEVICE void commit_writes() { asm volatile("cp.async.bulk.commit_group;" ::: "me
 // Until the copy engine has read all that this thread's groups write.
 DEVICE void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+// Into the L2 cache; address and count are multiples of 16.
+DEVICE void prefetch_bytes(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
+}
 DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // Global stores of what nobody reads soon.
 DEVICE void store_once(float* to, Quad x) {

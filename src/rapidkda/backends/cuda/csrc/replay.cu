@@ -79,11 +79,12 @@ DEVICE int count_turns(int accepted, int count) {
     return kManyTurns ? max(chunks(accepted), 1) + max(chunks(count), 1) - 1 : 1;
 }
 
+template <bool kEarly = false>
 DEVICE Request find_request(const StepParams& p, int n) {
     Request r;
-    const i64 slot = load_index(p.slots, n * p.slot_stride, p.flags & kSlots64);
-    r.accepted = accepted_count(p, n);
-    r.tokens = p.q ? segment_tokens(p, n) : Tokens{0, 0};
+    const i64 slot = load_index<kEarly>(p.slots, n * p.slot_stride, p.flags & kSlots64);
+    r.accepted = accepted_count<kEarly>(p, n);
+    r.tokens = p.q ? segment_tokens<kEarly>(p, n) : Tokens{0, 0};
     r.slot = pool_row(p, slot);
     const bool idle = r.slot < 0 || (p.q ? r.tokens.count : r.accepted) == 0;
     if (idle) r.accepted = 0;
@@ -670,6 +671,25 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
     }
 }
 
+// Brings what a warp reads of the CTA's first heads into the L2 cache, by tables that may be another step's.
+DEVICE void prefetch_first(const StepParams& p, int warp, int lane, int begin, int end) {
+    if (begin >= end) return;
+    const int n = begin / p.value_heads, head = begin - n * p.value_heads;
+    const Request request = find_request<true>(p, n);
+    if (request.turns == 0) return;
+    const int heads = min(min(p.value_heads - head, end - begin), kStages);
+    for (int i = 0; i < heads; i++) {
+        if (warp >= kConsumers)
+            prefetch_inputs(p, Work{request.slot, head + i, request.accepted, request.tokens},
+                            (warp - kConsumers) * 32 + lane);
+        else if (lane == 0 && p.flags & kVectorStates)
+            prefetch_bytes(static_cast<const char*>(p.pool) +
+                               (request.slot * p.pool_stride + (head + i) * kMatrix) * (KDA_STATE_FLOAT ? 4 : 2) +
+                               warp * Rows::kRows * Rows::kRowBytes,
+                           Rows::kRows * Rows::kRowBytes);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_constant__ StepParams p) {
     extern __shared__ u8 dynamic_shared[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(kAllLanes, threadIdx.x >> 5, 0);
@@ -682,12 +702,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
         }
         barrier_init_fence();
     }
-    __syncthreads();
     start_dependents();
-    wait_for_dependencies();
     const i64 heads = static_cast<i64>(p.segments) * p.value_heads;
     const int begin = static_cast<int>(heads * blockIdx.x / gridDim.x);
     const int end = static_cast<int>(heads * (blockIdx.x + 1) / gridDim.x);
+    prefetch_first(p, warp, lane, begin, end);
+    wait_for_dependencies();
+    __syncthreads();
     if (warp < kConsumers) {
         claim_registers<kConsumerRegisters>();
         consume(p, shared, warp, lane, begin, end);

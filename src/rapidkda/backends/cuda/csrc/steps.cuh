@@ -10,8 +10,22 @@ constexpr int kMatrix = 128 * 128;      // elements of a head's state
 constexpr int kRecord = 3 * 128;        // floats of a record: k | log decay | correction
 constexpr float kNormEpsilon = 1e-6f;
 
+// An entry of a table. kEarly: one that a kernel before this one may still write; what is read is a hint then, and must
+// not stay in the L1 cache, where the true one would be looked for.
+template <bool kEarly = false>
+DEVICE int load_int(const int* from) {
+    if (!kEarly) return *from;
+    int x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0,[%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+template <bool kEarly = false>
 DEVICE i64 load_index(const void* table, i64 at, bool is_64) {
-    return is_64 ? static_cast<const i64*>(table)[at] : static_cast<const int*>(table)[at];
+    if (!is_64) return load_int<kEarly>(static_cast<const int*>(table) + at);
+    if (!kEarly) return static_cast<const i64*>(table)[at];
+    i64 x;
+    asm volatile("ld.relaxed.gpu.global.s64 %0,[%1];" : "=l"(x) : "l"(static_cast<const i64*>(table) + at) : "memory");
+    return x;
 }
 
 // A row of the pool, or -1 where the slot is the padding marker or outside the pool.
@@ -23,14 +37,17 @@ DEVICE int pool_row(const StepParams& p, i64 slot) {
 struct Tokens {
     int first, count;
 };
+template <bool kEarly = false>
 DEVICE Tokens segment_tokens(const StepParams& p, int n) {
-    const int first = min(max(p.first_token[n * p.first_stride], 0), p.tokens);
-    return Tokens{first, min(min(max(p.length[n * p.length_stride], 0), p.positions), p.tokens - first)};
+    const int first = min(max(load_int<kEarly>(p.first_token + n * p.first_stride), 0), p.tokens);
+    const int length = load_int<kEarly>(p.length + n * p.length_stride);
+    return Tokens{first, min(min(max(length, 0), p.positions), p.tokens - first)};
 }
 
 // How many records of a segment's last verification count.
+template <bool kEarly = false>
 DEVICE int accepted_count(const StepParams& p, int n) {
-    const i64 count = load_index(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
+    const i64 count = load_index<kEarly>(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
     return static_cast<int>(count < 0 ? 0 : count > p.positions ? p.positions : count);
 }
 
