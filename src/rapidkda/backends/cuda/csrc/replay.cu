@@ -25,14 +25,15 @@ constexpr int kOperandRows = 8 * kTiles;      // the first 2 kTokens of which ar
 using Rows = States<KDA_STATE_FLOAT>;
 constexpr int kConsumers = 128 / Rows::kRows;
 constexpr int kStages = KDA_STATE_FLOAT ? 2 : 4;  // heads whose states are on their way or at work
-constexpr int kMakers = 4;                        // warps, which make the tables of one turn after another
+constexpr int kMakers = 4;                        // warps of a team, which make the tables of a turn together
+constexpr int kTeams = kManyTurns ? 1 : 2;        // which take turns; a turn may read the records of the one before
 constexpr int kSets = kTokens == 8 ? 2 : 4;       // of tables
-constexpr int kThreads = (kConsumers + kMakers) * 32;
+constexpr int kThreads = (kConsumers + kTeams * kMakers) * 32;
 // Registers a thread, moved between the roles at the start. setmaxnreg acts on whole warpgroups and hangs where the
 // roles want more than the launch took.
-constexpr int kLaunchRegisters = 168, kConsumerRegisters = 200, kMakerRegisters = 104;
-static_assert(kConsumers * kConsumerRegisters + kMakers * kMakerRegisters <=
-              (kConsumers + kMakers) * kLaunchRegisters);
+constexpr int kLaunchRegisters = kTeams == 2 ? 128 : 168;
+constexpr int kConsumerRegisters = kTeams == 2 ? 160 : 200, kMakerRegisters = kTeams == 2 ? 96 : 104;
+static_assert(kConsumers * kConsumerRegisters + kTeams * kMakers * kMakerRegisters <= kThreads / 32 * kLaunchRegisters);
 
 // Rows in shared memory are this far apart so that no two of a warp's lanes meet in a bank.
 constexpr int kOperandPitch = 128 * 4 + 64;  // bytes: lanes read four channels of eight rows
@@ -51,9 +52,9 @@ constexpr int kSetBytes = kMixRest + kOperandRows * 8 * 4;
 
 // Shared memory.
 constexpr int kTables = 0;
-constexpr int kTokenRows = kTables + kSets * kSetBytes;          // [3 kTokens][128]: keys, queries, decays of a turn
-constexpr int kShares = kTokenRows + 3 * kTokens * 128 * 4;      // [kTokens^2][kMakers]: of sums
-constexpr int kRing = (kShares + kTokens * kTokens * 16 + 127) / 128 * 128;
+constexpr int kTokenRows = kTables + kSets * kSetBytes;  // of a team, [3 kTokens][128]: keys, queries, decays of a turn
+constexpr int kShares = kTokenRows + kTeams * 3 * kTokens * 128 * 4;  // [kTokens^2][kMakers]: of sums
+constexpr int kRing = (kShares + kTeams * kTokens * kTokens * 16 + 127) / 128 * 128;
 constexpr int kWorkBytes = 32, kWorks = 2 * kStages;  // what a consumer warp has asked for
 constexpr int kLists = kRing + kConsumers * kStages * Rows::kBytes;
 constexpr int kBarriers = kLists + kConsumers * kWorks * kWorkBytes;
@@ -96,18 +97,24 @@ DEVICE Request find_request(const StepParams& p, int n) {
 struct Walk {
     Request request;
     int n, head, left;
+    int key_head, member;  // of q and k: which head, and which of the value heads that share it
 };
 
 DEVICE Walk begin_walk(const StepParams& p, int begin, int end) {
     Walk w;
     w.n = begin / p.value_heads, w.head = begin - w.n * p.value_heads, w.left = end - begin;
+    w.key_head = w.head / p.group, w.member = w.head - w.key_head * p.group;
     if (w.left > 0) w.request = find_request(p, w.n);
     return w;
 }
 
 DEVICE void step(const StepParams& p, Walk& w) {
     w.left--;
-    if (++w.head == p.value_heads && w.left > 0) w.head = 0, w.request = find_request(p, ++w.n);
+    if (++w.member == p.group) w.member = 0, w.key_head++;
+    if (++w.head == p.value_heads && w.left > 0) {
+        w.head = w.key_head = w.member = 0;
+        w.request = find_request(p, ++w.n);
+    }
 }
 
 // A turn folds records and then runs tokens. The last turn that folds what was accepted runs the first chunk; each one
@@ -132,8 +139,9 @@ DEVICE Turn find_turn(int accepted, int count, int index) {
 
 // One head of one request.
 struct Work {
-    int slot, head, accepted;  // slot -1: there is no more
-    Tokens tokens;
+    int slot = -1, head = 0, accepted = 0;  // slot -1: there is no more
+    Tokens tokens = {0, 0};
+    int key_head = 0;
 };
 
 DEVICE void store_work(u32 to, const Work& w) {
@@ -144,14 +152,14 @@ DEVICE void store_work(u32 to, const Work& w) {
 DEVICE Work load_work(u32 from) {
     const Words4 x = load_shared_words4(from);
     return Work{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
-                Tokens{static_cast<int>(x.w), static_cast<int>(load_shared(from + 16))}};
+                Tokens{static_cast<int>(x.w), static_cast<int>(load_shared(from + 16))}, 0};
 }
 
 // The next head that has something to do.
 DEVICE Work next_work(const StepParams& p, Walk& walk) {
-    Work w{-1, 0, 0, {0, 0}};
+    Work w;
     for (; w.slot < 0 && walk.left > 0; step(p, walk))
-        if (walk.request.turns > 0) w = Work{walk.request.slot, walk.head, walk.request.accepted, walk.request.tokens};
+        if (walk.request.turns > 0) w = Work{walk.request.slot, walk.head, walk.request.accepted, walk.request.tokens, walk.key_head};
     return w;
 }
 
@@ -185,9 +193,8 @@ DEVICE Words2 load_words(const u16* from, bool vectors) {
     return Words2{from[0] | static_cast<u32>(from[1]) << 16, from[2] | static_cast<u32>(from[3]) << 16};
 }
 
-DEVICE void load_tokens(const StepParams& p, Inputs& x, i64 first, int tokens, int head, int maker, int lane,
-                        bool vectors) {
-    const int key_head = head / p.group;
+DEVICE void load_tokens(const StepParams& p, Inputs& x, i64 first, int tokens, int head, int key_head, int maker,
+                        int lane, bool vectors) {
 #pragma unroll
     for (int i = 0; i < kOwn; i++) {
         const i64 token = first + min(maker * kOwn + i, tokens - 1);
@@ -224,9 +231,9 @@ DEVICE void load_turn(const StepParams& p, Inputs& x, const Work& w, const Turn&
     if (t.tokens == 0) return;
     const i64 first = w.tokens.first + t.token;
     if (p.flags & kVectorInputs)
-        load_tokens(p, x, first, t.tokens, w.head, maker, lane, true);
+        load_tokens(p, x, first, t.tokens, w.head, w.key_head, maker, lane, true);
     else
-        load_tokens(p, x, first, t.tokens, w.head, maker, lane, false);
+        load_tokens(p, x, first, t.tokens, w.head, w.key_head, maker, lane, false);
 }
 
 // Brings what a head's first turn reads besides its state into the L2 cache; `thread`: of all makers'.
@@ -239,8 +246,8 @@ DEVICE void prefetch_inputs(const StepParams& p, const Work& w, int thread) {
     const int token = thread / 16, part = thread % 16;  // two lines of q, of k and of v, then g
     if (token >= min(w.tokens.count, kTokens) || part >= (p.flags & kGateFloat ? 10 : 8)) return;
     const i64 at = w.tokens.first + token;
-    const u16* line_at = p.q + at * p.q_token_stride + w.head / p.group * p.q_head_stride;
-    if (part >= 2) line_at = p.k + at * p.k_token_stride + w.head / p.group * p.k_head_stride;
+    const u16* line_at = p.q + at * p.q_token_stride + w.key_head * p.q_head_stride;
+    if (part >= 2) line_at = p.k + at * p.k_token_stride + w.key_head * p.k_head_stride;
     if (part >= 4) line_at = p.v + at * p.v_token_stride + w.head * p.v_head_stride;
     if (part >= 6) {
         const i64 g = at * p.g_token_stride + w.head * p.g_head_stride;
@@ -320,7 +327,7 @@ DEVICE void multiply_pairs(float* x, u32 rows, u32 shares, int maker, int lane) 
     }
 }
 
-DEVICE void meet_makers() { named_barrier(1, kMakers * 32); }
+DEVICE void meet_makers(int team) { named_barrier(1 + team, kMakers * 32); }
 
 // A channel of the records' keys, decayed to the last, and of the state's decay under them.
 DEVICE void store_fold(u32 tables, const float* keys, float total, int maker, int lane) {
@@ -394,21 +401,39 @@ struct Folded {
     u32 head[4], rest[4];
 };
 
-// Rows g and g + 8 of a state, channels 16 n + 4 c to 16 n + 4 c + 3, under the records. Columns of the two products
-// are channels 16 n + 2 g and 16 n + 2 g + 1, so that a lane's results are its channels.
-DEVICE void fold_records(Quad& low, Quad& high, const Folded& u, u32 folds, int n, int g, int c) {
-    const Quad decay = load_shared_quad(folds + kDecay + 64 * n + 16 * c);
-    const u32 at = folds + kFold + c * kFoldPitch + (64 * n + 8 * g) * kPair, rest = at + kFoldRest - kFold;
+// What folding takes of the tables for channels 16 n to 16 n + 15. Columns of the two products are channels 16 n + 2 g
+// and 16 n + 2 g + 1, so that a lane's results are its channels.
+struct FoldTables {
+    Quad decay;
+    u32 k[2 * kPair], rest[2 * kPair];
+};
+DEVICE FoldTables load_fold(u32 tables, int n, int g, int c) {
+    const u32 at = tables + kFold + c * kFoldPitch + (64 * n + 8 * g) * kPair, rest = at + kFoldRest - kFold;
+    FoldTables t;
+    t.decay = load_shared_quad(tables + kDecay + 64 * n + 16 * c);
+    if (kPair == 2) {
+        const Words4 x = load_shared_words4(at), y = load_shared_words4(rest);
+        t.k[0] = x.x, t.k[1] = x.y, t.k[2 * kPair - 2] = x.z, t.k[2 * kPair - 1] = x.w;
+        t.rest[0] = y.x, t.rest[1] = y.y, t.rest[2 * kPair - 2] = y.z, t.rest[2 * kPair - 1] = y.w;
+    } else {
+        const Words2 x = load_shared_words2(at), y = load_shared_words2(rest);
+        t.k[0] = x.x, t.k[1] = x.y, t.rest[0] = y.x, t.rest[1] = y.y;
+    }
+    return t;
+}
+
+// Rows g and g + 8 of a state, channels 16 n + 4 c to 16 n + 4 c + 3, under the records.
+DEVICE void fold_records(Quad& low, Quad& high, const Folded& u, const FoldTables& t) {
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};  // channels 0 and 2, 1 and 3 of the lane's
     if (kPair == 2) {
-        const Words4 k = load_shared_words4(at), k_rest = load_shared_words4(rest);
-        multiply(even, u.head, u.rest, k.x, k.y, k_rest.x, k_rest.y);
-        multiply(odd, u.head, u.rest, k.z, k.w, k_rest.z, k_rest.w);
+        multiply(even, u.head, u.rest, t.k[0], t.k[1], t.rest[0], t.rest[1]);
+        multiply(odd, u.head, u.rest, t.k[2 * kPair - 2], t.k[2 * kPair - 1], t.rest[2 * kPair - 2],
+                 t.rest[2 * kPair - 1]);
     } else {
-        const Words2 k = load_shared_words2(at), k_rest = load_shared_words2(rest);
-        mma_tf32_k4(even, u.rest, k.x), mma_tf32_k4(even, u.head, k_rest.x), mma_tf32_k4(even, u.head, k.x);
-        mma_tf32_k4(odd, u.rest, k.y), mma_tf32_k4(odd, u.head, k_rest.y), mma_tf32_k4(odd, u.head, k.y);
+        mma_tf32_k4(even, u.rest, t.k[0]), mma_tf32_k4(even, u.head, t.rest[0]), mma_tf32_k4(even, u.head, t.k[0]);
+        mma_tf32_k4(odd, u.rest, t.k[1]), mma_tf32_k4(odd, u.head, t.rest[1]), mma_tf32_k4(odd, u.head, t.k[1]);
     }
+    const Quad decay = t.decay;
     low = Quad{fmaf(low.x, decay.x, even[0]), fmaf(low.y, decay.y, odd[0]), fmaf(low.z, decay.z, even[1]),
                fmaf(low.w, decay.w, odd[1])};
     high = Quad{fmaf(high.x, decay.x, even[2]), fmaf(high.y, decay.y, odd[2]), fmaf(high.z, decay.z, even[3]),
@@ -509,11 +534,11 @@ struct Reader {
 
 // Asks for the next head that has a state to read.
 DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
-    Work w{-1, 0, 0, {0, 0}};
+    Work w;
     for (; w.slot < 0 && r.walk.left > 0; step(p, r.walk)) {
         const Request& request = r.walk.request;
         if (request.slot < 0) write_zeros(p, request.tokens, r.walk.head, first_row, lane);
-        if (request.turns > 0) w = Work{request.slot, r.walk.head, request.accepted, request.tokens};
+        if (request.turns > 0) w = Work{request.slot, r.walk.head, request.accepted, request.tokens, r.walk.key_head};
     }
     if (lane == 0) store_work(r.list + r.place * kWorkBytes, w);
     r.place = r.place + 1 == kWorks ? 0 : r.place + 1;
@@ -536,22 +561,34 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
     Work work = load_work(list);
     Rows4 inputs{};
     if (work.slot >= 0) inputs = load_rows(p, work, find_turn(work.accepted, work.tokens.count, 0), row, c);
+    bool first = true;
     while (work.slot >= 0) {
         const i64 offset = work.slot * p.pool_stride + work.head * kMatrix;
         const int turns = count_turns(work.accepted, work.tokens.count);
-
-        Quad low[8], high[8];  // the state: rows g and g + 8
         barrier_wait(full + 8 * stage, parity);
         const u32 from = ring + stage * Rows::kBytes + Rows::place(g);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
+        Quad low[8], high[8];  // the state: rows g and g + 8
+        auto take = [&](int i) {
             low[i] = Rows::load(from, 4 * i + c);
             high[i] = Rows::load(from + Rows::kUpper * Rows::kRowBytes, 4 * i + c);
+        };
+        if (kManyTurns) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) take(i);
         }
-        place = place + 1 == kWorks ? 0 : place + 1;
-        const Work next = load_work(list + place * kWorkBytes);
+        Work next;
         Rows4 ahead{};
-        if (next.slot >= 0) ahead = load_rows(p, next, find_turn(next.accepted, next.tokens.count, 0), row, c);
+        // In the middle of a head's work: the copy engine has had time to read the stage of the one before, and has time
+        // to fill it.
+        auto look_ahead = [&] {
+            if (!first) {
+                if (lane == 0) wait_for_reads();
+                fetch(p, reader, first_row, lane);
+            }
+            place = place + 1 == kWorks ? 0 : place + 1;
+            next = load_work(list + place * kWorkBytes);
+            if (next.slot >= 0) ahead = load_rows(p, next, find_turn(next.accepted, next.tokens.count, 0), row, c);
+        };
 
         for (int index = 0; index < turns; index++) {
             const Turn turn = find_turn(work.accepted, work.tokens.count, index);
@@ -564,10 +601,18 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
             float sums[kTiles][3][4];
 #pragma unroll
             for (int i = 0; i < kTiles * 12; i++) sums[i / 12][i / 4 % 3][i % 4] = 0.f;
-            if (turn.stores && turn.tokens > 0 && p.flags & kVectorStates) {  // the usual turn, without branches
+            if (turn.stores && turn.tokens > 0 && p.flags & kVectorStates) {  // the usual turn
+                if (!kManyTurns) take(0);
+                FoldTables fold = load_fold(tables, 0, g, c);
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    fold_records(low[i], high[i], u, tables, i, g, c);
+                    if (i == 4 && index == 0) look_ahead();
+                    const FoldTables now = fold;
+                    if (i < 7) {
+                        if (!kManyTurns) take(i + 1);
+                        fold = load_fold(tables, i + 1, g, c);
+                    }
+                    fold_records(low[i], high[i], u, now);
                     Rows::put(from, 4 * i + c, low[i]);
                     Rows::put(from + Rows::kUpper * Rows::kRowBytes, 4 * i + c, high[i]);
                     multiply_operands(sums, low[i], high[i], tables, i, g, c);
@@ -576,9 +621,11 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
                 __syncwarp();
                 if (lane == 0) Rows::write(p, ring + stage * Rows::kBytes, offset, first_row);
             } else {
+                if (index == 0) look_ahead();
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    if (turn.folds > 0) fold_records(low[i], high[i], u, tables, i, g, c);
+                    if (!kManyTurns) take(i);
+                    if (turn.folds > 0) fold_records(low[i], high[i], u, load_fold(tables, i, g, c));
                     if (turn.stores) {
                         Rows::store(p, offset, row, 4 * i + c, low[i]);
                         Rows::store(p, offset, row + Rows::kUpper, 4 * i + c, high[i]);
@@ -587,29 +634,30 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
                 }
             }
             if (turn.tokens > 0) finish_tokens(p, work, turn, row, tables, sums, inputs.values, g, c);
-            __syncwarp();  // all of the tables is read, and new corrections are there for the next turn
+            __syncwarp();  // all of the tables and of the stage is read, and new corrections are there for the next turn
             if (arrives(lane)) barrier_arrive(shared + kUsed + 8 * set);
             set = set + 1 == kSets ? 0 : set + 1;
             made_parity ^= set == 0;
         }
         stage = stage + 1 == kStages ? 0 : stage + 1;
         parity ^= stage == 0;
-        if (lane == 0) wait_for_reads();  // the copy engine has read the stage
-        __syncwarp();
-        fetch(p, reader, first_row, lane);
+        first = false;
         work = next, inputs = ahead;
     }
+    if (lane == 0) wait_for_reads();  // what they read must outlast them
 }
 
-DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin, int end) {
-    const u32 rows = shared + kTokenRows, shares = shared + kShares;
+DEVICE void make(const StepParams& p, u32 shared, int team, int maker, int lane, int begin, int end) {
+    const u32 rows = shared + kTokenRows + team * 3 * kTokens * 512, shares = shared + kShares + team * kPairs * 16;
     Walk walk = begin_walk(p, begin, end);
+    if (team == 1) next_work(p, walk);
     Work work = next_work(p, walk);
+    if (kTeams == 2) next_work(p, walk);
     Inputs inputs{};
     if (work.slot >= 0) load_turn(p, inputs, work, find_turn(work.accepted, work.tokens.count, 0), maker, lane);
     Work next = next_work(p, walk);
     prefetch_inputs(p, next, 32 * maker + lane);
-    int set = 0, free_parity = 1, solver = 0;
+    int set = team, free_parity = 1, solver = 0;
     while (work.slot >= 0) {
         const int turns = count_turns(work.accepted, work.tokens.count);
         const Work after = next;
@@ -628,10 +676,11 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
             if (turn.tokens > 0) activate(p, own, inputs, turn.tokens, rows, maker, lane);
             if (index == turns - 1 && next.slot >= 0) {
                 load_turn(p, inputs, next, find_turn(next.accepted, next.tokens.count, 0), maker, lane);
+                if (kTeams == 2) next_work(p, walk);
                 next = next_work(p, walk);
                 prefetch_inputs(p, next, 32 * maker + lane);
             }
-            meet_makers();  // all tokens are there, and all old records have been read
+            meet_makers(team);  // all tokens are there, and all old records have been read
 
             float x[2 * kTokens];
             if (turn.tokens > 0) {
@@ -658,14 +707,14 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
                     store_shared(to + i * kOperandPitch + kOperandsRest - kOperands, tf32_rest(x[i], head));
                 }
             }
-            meet_makers();  // all shares of sums are there, and new records for the turn after this
+            meet_makers(team);  // all shares of sums are there, and new records for the turn after this
             if (turn.tokens > 0 && maker == solver)
                 solve(shares, lane < turn.tokens ? strength : 0.f, tables + kMix, lane);
             solver = solver + 1 == kMakers ? 0 : solver + 1;
             __syncwarp();
             if (arrives(lane)) barrier_arrive(shared + kMade + 8 * set);
-            set = set + 1 == kSets ? 0 : set + 1;
-            free_parity ^= set == 0;
+            set = set + kTeams >= kSets ? team : set + kTeams;
+            free_parity ^= set == team;
         }
         work = after;
     }
@@ -680,8 +729,8 @@ DEVICE void prefetch_first(const StepParams& p, int warp, int lane, int begin, i
     const int heads = min(min(p.value_heads - head, end - begin), kStages);
     for (int i = 0; i < heads; i++) {
         if (warp >= kConsumers)
-            prefetch_inputs(p, Work{request.slot, head + i, request.accepted, request.tokens},
-                            (warp - kConsumers) * 32 + lane);
+            prefetch_inputs(p, Work{request.slot, head + i, request.accepted, request.tokens, (head + i) / p.group},
+                            (warp - kConsumers) * 32 + lane);  // a second team has nothing to do here
         else if (lane == 0 && p.flags & kVectorStates)
             prefetch_bytes(static_cast<const char*>(p.pool) +
                                (request.slot * p.pool_stride + (head + i) * kMatrix) * (KDA_STATE_FLOAT ? 4 : 2) +
@@ -714,6 +763,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
         consume(p, shared, warp, lane, begin, end);
     } else {
         release_registers<kMakerRegisters>();
-        make(p, shared, warp - kConsumers, lane, begin, end);
+        make(p, shared, (warp - kConsumers) / kMakers, (warp - kConsumers) % kMakers, lane, begin, end);
     }
 }
