@@ -25,15 +25,13 @@ constexpr int kOperandRows = 8 * kTiles;      // the first 2 kTokens of which ar
 using Rows = States<KDA_STATE_FLOAT>;
 constexpr int kConsumers = 128 / Rows::kRows;
 constexpr int kStages = KDA_STATE_FLOAT ? 2 : 4;  // heads whose states are on their way or at work
-constexpr int kMakers = 4;                        // warps of a team, which make the tables of a turn together
-constexpr int kTeams = kManyTurns ? 1 : 2;        // which take turns; a turn may read the records of the one before
+constexpr int kMakers = 4;                        // warps, which make the tables of a turn together
 constexpr int kSets = kTokens == 8 ? 2 : 4;       // of tables
-constexpr int kThreads = (kConsumers + kTeams * kMakers) * 32;
+constexpr int kThreads = (kConsumers + kMakers) * 32;
 // Registers a thread, moved between the roles at the start. setmaxnreg acts on whole warpgroups and hangs where the
 // roles want more than the launch took.
-constexpr int kLaunchRegisters = kTeams == 2 ? 128 : 168;
-constexpr int kConsumerRegisters = kTeams == 2 ? 160 : 200, kMakerRegisters = kTeams == 2 ? 96 : 104;
-static_assert(kConsumers * kConsumerRegisters + kTeams * kMakers * kMakerRegisters <= kThreads / 32 * kLaunchRegisters);
+constexpr int kLaunchRegisters = 168, kConsumerRegisters = 200, kMakerRegisters = 104;
+static_assert(kConsumers * kConsumerRegisters + kMakers * kMakerRegisters <= kThreads / 32 * kLaunchRegisters);
 
 // Rows in shared memory are this far apart so that no two of a warp's lanes meet in a bank.
 constexpr int kOperandPitch = 128 * 4 + 64;  // bytes: lanes read four channels of eight rows
@@ -52,10 +50,12 @@ constexpr int kSetBytes = kMixRest + kOperandRows * 8 * 4;
 
 // Shared memory.
 constexpr int kTables = 0;
-constexpr int kTokenRows = kTables + kSets * kSetBytes;  // of a team, [3 kTokens][128]: keys, queries, decays of a turn
-constexpr int kShares = kTokenRows + kTeams * 3 * kTokens * 128 * 4;  // [kTokens^2][kMakers]: of sums
-constexpr int kRing = (kShares + kTeams * kTokens * kTokens * 16 + 127) / 128 * 128;
-constexpr int kWorkBytes = 32, kWorks = 2 * kStages;  // what a consumer warp has asked for
+// [5 kTokens][128]: keys, queries, decays of a turn; keys and decays of the records that it folds
+constexpr int kTokenRows = kTables + kSets * kSetBytes;
+constexpr int kShares = kTokenRows + 5 * kTokens * 128 * 4;  // [kTokens^2][kMakers]: of sums
+constexpr int kRing = (kShares + kTokens * kTokens * 16 + 127) / 128 * 128;
+constexpr int kFar = 2;                                    // heads whose states come to the L2 cache before that
+constexpr int kWorkBytes = 32, kWorks = kStages + kFar + 2;  // heads that a consumer warp has found
 constexpr int kLists = kRing + kConsumers * kStages * Rows::kBytes;
 constexpr int kBarriers = kLists + kConsumers * kWorks * kWorkBytes;
 constexpr int kMade = kBarriers + kConsumers * kStages * 8;  // after the barriers of the stages
@@ -180,10 +180,11 @@ constexpr int kOwn = kTokens >= 4 ? kTokens / kMakers : 1;  // tokens of a maker
 
 // What a maker's lane reads of a turn from global memory, as it lies there.
 struct Inputs {
-    float old_k[kTokens], old_g[kTokens];  // of the records to fold, channel 32 maker + lane
-    Words2 k[kOwn], q[kOwn];               // of the maker's tokens, channels 4 lane to 4 lane + 3; past the end, the last
+    // Channels 4 lane to 4 lane + 3 of the maker's records to fold, zeros past their end, and of its tokens.
+    Quad old_k[kOwn], old_g[kOwn];
+    Words2 k[kOwn], q[kOwn];  // past the end, the last
     Words4 g[kOwn];
-    u32 strength;                          // of token lane, as bits
+    u32 strength;  // of token lane, as bits
     Quad bias;
     float A_log;
 };
@@ -216,17 +217,19 @@ DEVICE void load_tokens(const StepParams& p, Inputs& x, i64 first, int tokens, i
         x.strength = static_cast<const u32*>(p.beta)[beta];
     else
         x.strength = static_cast<const u16*>(p.beta)[beta];
-    x.bias = p.dt_bias ? load_four(p.dt_bias, head * 128 + 4 * lane, true, false) : Quad{0, 0, 0, 0};
+    const bool aligned = (reinterpret_cast<u64>(p.dt_bias) & 15) == 0;
+    x.bias = p.dt_bias ? load_four(p.dt_bias, head * 128 + 4 * lane, true, aligned) : Quad{0, 0, 0, 0};
     x.A_log = p.A_log ? p.A_log[head] : 0.f;
 }
 
 DEVICE void load_turn(const StepParams& p, Inputs& x, const Work& w, const Turn& t, int maker, int lane) {
-    const float* old = p.records + w.slot * p.record_stride + t.record * p.record_position_stride + w.head * kRecord +
-                       32 * maker + lane;
+    const float* old = p.records + w.slot * p.record_stride +
+                       (t.record + maker * kOwn) * p.record_position_stride + w.head * kRecord + 4 * lane;
 #pragma unroll
-    for (int i = 0; i < kTokens; i++, old += p.record_position_stride) {
-        x.old_k[i] = i < t.folds ? old[0] : 0.f;
-        x.old_g[i] = i < t.folds ? old[128] : 0.f;
+    for (int i = 0; i < kOwn; i++, old += p.record_position_stride) {
+        const bool here = maker * kOwn + i < t.folds;
+        x.old_k[i] = here ? load_four(old, 0, true, p.flags & kVectorRecords) : Quad{0, 0, 0, 0};
+        x.old_g[i] = here ? load_four(old, 128, true, p.flags & kVectorRecords) : Quad{0, 0, 0, 0};
     }
     if (t.tokens == 0) return;
     const i64 first = w.tokens.first + t.token;
@@ -327,11 +330,19 @@ DEVICE void multiply_pairs(float* x, u32 rows, u32 shares, int maker, int lane) 
     }
 }
 
-DEVICE void meet_makers(int team) { named_barrier(1 + team, kMakers * 32); }
+DEVICE void meet_makers() { named_barrier(1, kMakers * 32); }
 
-// A channel of the records' keys, decayed to the last, and of the state's decay under them.
-DEVICE void store_fold(u32 tables, const float* keys, float total, int maker, int lane) {
+// A channel of the records' keys, decayed to the last, and of the state's decay under them. Records that there are not
+// are zeros and ones.
+DEVICE void make_fold(u32 tables, u32 rows, int maker, int lane) {
     const int channel = 32 * maker + lane;
+    const u32 from = rows + 3 * kTokens * 512 + 4 * channel;
+    float keys[kTokens], total = 1.f;
+#pragma unroll
+    for (int i = kTokens - 1; i >= 0; i--) {
+        keys[i] = load_shared_float(from + i * 512) * total;
+        total *= load_shared_float(from + (kTokens + i) * 512);
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const u32 to = tables + kFold + i * kFoldPitch + 4 * kPair * channel, rest = to + kFoldRest - kFold;
@@ -525,24 +536,34 @@ DEVICE void write_zeros(const StepParams& p, const Tokens& tokens, int head, int
         if (lane < Rows::kRows) store_output(p, tokens.first + j, head, row + lane, 0.f);
 }
 
-// The reader of a consumer warp: which head comes next, the stage that it goes to, and its place in the list.
+// The reader of a consumer warp. It finds heads ahead of asking for their states.
 struct Reader {
     Walk walk;
-    int stage, place;
+    int found, place, stage;  // places in the list: of the next head to find and to ask for; the stage that this goes to
     u32 ring, full, list;
 };
 
-// Asks for the next head that has a state to read.
-DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
+// Finds the next head that has a state to read.
+DEVICE void find(const StepParams& p, Reader& r, bool prefetch, int first_row, int lane) {
     Work w;
     for (; w.slot < 0 && r.walk.left > 0; step(p, r.walk)) {
         const Request& request = r.walk.request;
         if (request.slot < 0) write_zeros(p, request.tokens, r.walk.head, first_row, lane);
-        if (request.turns > 0) w = Work{request.slot, r.walk.head, request.accepted, request.tokens, r.walk.key_head};
+        if (request.turns > 0) w = Work{request.slot, r.walk.head, request.accepted, request.tokens, 0};
     }
-    if (lane == 0) store_work(r.list + r.place * kWorkBytes, w);
-    r.place = r.place + 1 == kWorks ? 0 : r.place + 1;
+    if (lane == 0) {
+        store_work(r.list + r.found * kWorkBytes, w);
+        if (prefetch && w.slot >= 0 && p.flags & kVectorStates)
+            Rows::prefetch(p, w.slot * p.pool_stride + w.head * kMatrix, first_row);
+    }
+    r.found = r.found + 1 == kWorks ? 0 : r.found + 1;
     __syncwarp();
+}
+
+// Asks for the state of a head that was found.
+DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
+    const Work w = load_work(r.list + r.place * kWorkBytes);
+    r.place = r.place + 1 == kWorks ? 0 : r.place + 1;
     if (w.slot < 0) return;
     Rows::fetch(p, r.ring + r.stage * Rows::kBytes, w.slot * p.pool_stride + w.head * kMatrix, first_row,
                 r.full + 8 * r.stage, lane);
@@ -553,9 +574,12 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
     const int g = lane >> 2, c = lane & 3, first_row = warp * Rows::kRows, row = first_row + Rows::row(g);
     const u32 ring = shared + kRing + warp * kStages * Rows::kBytes, full = shared + kBarriers + warp * kStages * 8;
     const u32 list = shared + kLists + warp * kWorks * kWorkBytes;
-    Reader reader{begin_walk(p, begin, end), 0, 0, ring, full, list};
+    Reader reader{begin_walk(p, begin, end), 0, 0, 0, ring, full, list};
 #pragma unroll 1
-    for (int i = 0; i < kStages; i++) fetch(p, reader, first_row, lane);
+    for (int i = 0; i < kStages + kFar; i++) {
+        find(p, reader, i >= kStages, first_row, lane);
+        if (i < kStages) fetch(p, reader, first_row, lane);
+    }
 
     int stage = 0, place = 0, parity = 0, set = 0, made_parity = 0;
     Work work = load_work(list);
@@ -584,6 +608,7 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
             if (!first) {
                 if (lane == 0) wait_for_reads();
                 fetch(p, reader, first_row, lane);
+                find(p, reader, true, first_row, lane);
             }
             place = place + 1 == kWorks ? 0 : place + 1;
             next = load_work(list + place * kWorkBytes);
@@ -647,28 +672,28 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
     if (lane == 0) wait_for_reads();  // what they read must outlast them
 }
 
-DEVICE void make(const StepParams& p, u32 shared, int team, int maker, int lane, int begin, int end) {
-    const u32 rows = shared + kTokenRows + team * 3 * kTokens * 512, shares = shared + kShares + team * kPairs * 16;
+DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin, int end) {
+    const u32 rows = shared + kTokenRows, shares = shared + kShares;
     Walk walk = begin_walk(p, begin, end);
-    if (team == 1) next_work(p, walk);
     Work work = next_work(p, walk);
-    if (kTeams == 2) next_work(p, walk);
     Inputs inputs{};
     if (work.slot >= 0) load_turn(p, inputs, work, find_turn(work.accepted, work.tokens.count, 0), maker, lane);
     Work next = next_work(p, walk);
     prefetch_inputs(p, next, 32 * maker + lane);
-    int set = team, free_parity = 1, solver = 0;
+    int set = 0, free_parity = 1, solver = 0;
     while (work.slot >= 0) {
         const int turns = count_turns(work.accepted, work.tokens.count);
         const Work after = next;
         for (int index = 0; index < turns; index++) {
             const Turn turn = find_turn(work.accepted, work.tokens.count, index);
             if (index > 0) load_turn(p, inputs, work, turn, maker, lane);
-            float folded[kTokens], total = 1.f;
+            if (turn.folds > 0 && maker * kOwn < kTokens) {
 #pragma unroll
-            for (int i = kTokens - 1; i >= 0; i--) {  // records that there are not are zeros
-                folded[i] = inputs.old_k[i] * total;
-                total *= natural_exp(inputs.old_g[i]);
+                for (int i = 0; i < kOwn; i++) {
+                    const u32 to = rows + (3 * kTokens + maker * kOwn + i) * 512 + 16 * lane;
+                    store_shared_quad(to, inputs.old_k[i]);
+                    store_shared_quad(to + kTokens * 512, natural_exp(inputs.old_g[i]));
+                }
             }
             float strength = __uint_as_float(p.flags & kBetaFloat ? inputs.strength : inputs.strength << 16);
             if (p.flags & kBetaLogits) strength = sigmoid(strength) * p.beta_scale;
@@ -676,11 +701,10 @@ DEVICE void make(const StepParams& p, u32 shared, int team, int maker, int lane,
             if (turn.tokens > 0) activate(p, own, inputs, turn.tokens, rows, maker, lane);
             if (index == turns - 1 && next.slot >= 0) {
                 load_turn(p, inputs, next, find_turn(next.accepted, next.tokens.count, 0), maker, lane);
-                if (kTeams == 2) next_work(p, walk);
                 next = next_work(p, walk);
                 prefetch_inputs(p, next, 32 * maker + lane);
             }
-            meet_makers(team);  // all tokens are there, and all old records have been read
+            meet_makers();  // all tokens are there, and all old records have been read
 
             float x[2 * kTokens];
             if (turn.tokens > 0) {
@@ -697,7 +721,7 @@ DEVICE void make(const StepParams& p, u32 shared, int team, int maker, int lane,
             }
             const u32 tables = shared + kTables + set * kSetBytes;
             barrier_wait(shared + kUsed + 8 * set, free_parity);
-            if (turn.folds > 0) store_fold(tables, folded, total, maker, lane);
+            if (turn.folds > 0) make_fold(tables, rows, maker, lane);
             if (turn.tokens > 0) {
                 const u32 to = tables + kOperands + 128 * maker + 4 * lane;
 #pragma unroll
@@ -707,14 +731,14 @@ DEVICE void make(const StepParams& p, u32 shared, int team, int maker, int lane,
                     store_shared(to + i * kOperandPitch + kOperandsRest - kOperands, tf32_rest(x[i], head));
                 }
             }
-            meet_makers(team);  // all shares of sums are there, and new records for the turn after this
+            meet_makers();  // all shares of sums are there, and new records for the turn after this
             if (turn.tokens > 0 && maker == solver)
                 solve(shares, lane < turn.tokens ? strength : 0.f, tables + kMix, lane);
             solver = solver + 1 == kMakers ? 0 : solver + 1;
             __syncwarp();
             if (arrives(lane)) barrier_arrive(shared + kMade + 8 * set);
-            set = set + kTeams >= kSets ? team : set + kTeams;
-            free_parity ^= set == team;
+            set = set + 1 == kSets ? 0 : set + 1;
+            free_parity ^= set == 0;
         }
         work = after;
     }
@@ -730,12 +754,9 @@ DEVICE void prefetch_first(const StepParams& p, int warp, int lane, int begin, i
     for (int i = 0; i < heads; i++) {
         if (warp >= kConsumers)
             prefetch_inputs(p, Work{request.slot, head + i, request.accepted, request.tokens, (head + i) / p.group},
-                            (warp - kConsumers) * 32 + lane);  // a second team has nothing to do here
+                            (warp - kConsumers) * 32 + lane);
         else if (lane == 0 && p.flags & kVectorStates)
-            prefetch_bytes(static_cast<const char*>(p.pool) +
-                               (request.slot * p.pool_stride + (head + i) * kMatrix) * (KDA_STATE_FLOAT ? 4 : 2) +
-                               warp * Rows::kRows * Rows::kRowBytes,
-                           Rows::kRows * Rows::kRowBytes);
+            Rows::prefetch(p, request.slot * p.pool_stride + (head + i) * kMatrix, warp * Rows::kRows);
     }
 }
 
@@ -763,6 +784,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
         consume(p, shared, warp, lane, begin, end);
     } else {
         release_registers<kMakerRegisters>();
-        make(p, shared, (warp - kConsumers) / kMakers, (warp - kConsumers) % kMakers, lane, begin, end);
+        make(p, shared, warp - kConsumers, lane, begin, end);
     }
 }

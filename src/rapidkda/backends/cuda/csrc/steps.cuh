@@ -175,6 +175,11 @@ struct States {
         if (arrives(lane)) barrier_arrive(bar);
     }
 
+    // What `fetch` will bring, into the L2 cache; one lane, only with kVectorStates.
+    DEVICE static void prefetch(const StepParams& p, i64 offset, int row) {
+        prefetch_bytes(static_cast<const char*>(p.pool) + (offset + row * 128) * (kFloat ? 4 : 2), kRows * kRowBytes);
+    }
+
     // Channels 4 n to 4 n + 3 of a row in shared memory.
     DEVICE static Quad load(u32 row, int n) {
         if (kFloat) return load_shared_quad(row + 16 * n);
