@@ -80,41 +80,58 @@ DEVICE int count_turns(int accepted, int count) {
     return kManyTurns ? max(chunks(accepted), 1) + max(chunks(count), 1) - 1 : 1;
 }
 
+// What the tables say of a request.
+struct Entry {
+    Words2 slot, accepted;
+    int first, length;
+};
 template <bool kEarly = false>
-DEVICE Request find_request(const StepParams& p, int n) {
+DEVICE Entry load_entry(const StepParams& p, int n) {
+    Entry e;
+    e.slot = load_index<kEarly>(p.slots, n * p.slot_stride, p.flags & kSlots64);
+    e.accepted = load_index<kEarly>(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
+    e.first = e.length = 0;
+    if (p.q) {
+        e.first = load_int<kEarly>(p.first_token + n * p.first_stride);
+        e.length = load_int<kEarly>(p.length + n * p.length_stride);
+    }
+    return e;
+}
+
+DEVICE Request read_entry(const StepParams& p, const Entry& e) {
     Request r;
-    const i64 slot = load_index<kEarly>(p.slots, n * p.slot_stride, p.flags & kSlots64);
-    r.accepted = accepted_count<kEarly>(p, n);
-    r.tokens = p.q ? segment_tokens<kEarly>(p, n) : Tokens{0, 0};
-    r.slot = pool_row(p, slot);
+    r.accepted = accepted_count(p, widen_index(e.accepted, p.flags & kAccepted64));
+    r.tokens = segment_tokens(p, e.first, e.length);
+    r.slot = pool_row(p, widen_index(e.slot, p.flags & kSlots64));
     const bool idle = r.slot < 0 || (p.q ? r.tokens.count : r.accepted) == 0;
     if (idle) r.accepted = 0;
     r.turns = idle ? 0 : count_turns(r.accepted, r.tokens.count);
     return r;
 }
 
-// The heads of a CTA, one of one request after another.
+// The heads of a CTA: every gridDim.x-th, so that all CTAs together read and write memory in order.
 struct Walk {
-    Request request;
+    Entry entry;  // of this head's request; asked for a step ahead
     int n, head, left;
-    int key_head, member;  // of q and k: which head, and which of the value heads that share it
 };
 
-DEVICE Walk begin_walk(const StepParams& p, int begin, int end) {
+DEVICE int key_head(const StepParams& p, int head) { return p.group == 1 ? head : head / p.group; }
+
+DEVICE Walk begin_walk(const StepParams& p) {
+    const int heads = p.segments * p.value_heads, at = blockIdx.x;
     Walk w;
-    w.n = begin / p.value_heads, w.head = begin - w.n * p.value_heads, w.left = end - begin;
-    w.key_head = w.head / p.group, w.member = w.head - w.key_head * p.group;
-    if (w.left > 0) w.request = find_request(p, w.n);
+    w.n = at / p.value_heads, w.head = at - w.n * p.value_heads;
+    w.left = at < heads ? (heads - at + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x) : 0;
+    if (w.left > 0) w.entry = load_entry(p, w.n);
     return w;
 }
 
 DEVICE void step(const StepParams& p, Walk& w) {
     w.left--;
-    if (++w.member == p.group) w.member = 0, w.key_head++;
-    if (++w.head == p.value_heads && w.left > 0) {
-        w.head = w.key_head = w.member = 0;
-        w.request = find_request(p, ++w.n);
-    }
+    const int requests = gridDim.x / p.value_heads;
+    w.n += requests, w.head += gridDim.x - requests * p.value_heads;
+    if (w.head >= p.value_heads) w.head -= p.value_heads, w.n++;
+    if (w.left > 0) w.entry = load_entry(p, w.n);
 }
 
 // A turn folds records and then runs tokens. The last turn that folds what was accepted runs the first chunk; each one
@@ -158,8 +175,10 @@ DEVICE Work load_work(u32 from) {
 // The next head that has something to do.
 DEVICE Work next_work(const StepParams& p, Walk& walk) {
     Work w;
-    for (; w.slot < 0 && walk.left > 0; step(p, walk))
-        if (walk.request.turns > 0) w = Work{walk.request.slot, walk.head, walk.request.accepted, walk.request.tokens, walk.key_head};
+    for (; w.slot < 0 && walk.left > 0; step(p, walk)) {
+        const Request r = read_entry(p, walk.entry);
+        if (r.turns > 0) w = Work{r.slot, walk.head, r.accepted, r.tokens, key_head(p, walk.head)};
+    }
     return w;
 }
 
@@ -547,7 +566,7 @@ struct Reader {
 DEVICE void find(const StepParams& p, Reader& r, bool prefetch, int first_row, int lane) {
     Work w;
     for (; w.slot < 0 && r.walk.left > 0; step(p, r.walk)) {
-        const Request& request = r.walk.request;
+        const Request request = read_entry(p, r.walk.entry);
         if (request.slot < 0) write_zeros(p, request.tokens, r.walk.head, first_row, lane);
         if (request.turns > 0) w = Work{request.slot, r.walk.head, request.accepted, request.tokens, 0};
     }
@@ -570,11 +589,11 @@ DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
     r.stage = r.stage + 1 == kStages ? 0 : r.stage + 1;
 }
 
-DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int begin, int end) {
+DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane) {
     const int g = lane >> 2, c = lane & 3, first_row = warp * Rows::kRows, row = first_row + Rows::row(g);
     const u32 ring = shared + kRing + warp * kStages * Rows::kBytes, full = shared + kBarriers + warp * kStages * 8;
     const u32 list = shared + kLists + warp * kWorks * kWorkBytes;
-    Reader reader{begin_walk(p, begin, end), 0, 0, 0, ring, full, list};
+    Reader reader{begin_walk(p), 0, 0, 0, ring, full, list};
 #pragma unroll 1
     for (int i = 0; i < kStages + kFar; i++) {
         find(p, reader, i >= kStages, first_row, lane);
@@ -672,9 +691,9 @@ DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int beg
     if (lane == 0) wait_for_reads();  // what they read must outlast them
 }
 
-DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin, int end) {
+DEVICE void make(const StepParams& p, u32 shared, int maker, int lane) {
     const u32 rows = shared + kTokenRows, shares = shared + kShares;
-    Walk walk = begin_walk(p, begin, end);
+    Walk walk = begin_walk(p);
     Work work = next_work(p, walk);
     Inputs inputs{};
     if (work.slot >= 0) load_turn(p, inputs, work, find_turn(work.accepted, work.tokens.count, 0), maker, lane);
@@ -745,18 +764,18 @@ DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin
 }
 
 // Brings what a warp reads of the CTA's first heads into the L2 cache, by tables that may be another step's.
-DEVICE void prefetch_first(const StepParams& p, int warp, int lane, int begin, int end) {
-    if (begin >= end) return;
-    const int n = begin / p.value_heads, head = begin - n * p.value_heads;
-    const Request request = find_request<true>(p, n);
-    if (request.turns == 0) return;
-    const int heads = min(min(p.value_heads - head, end - begin), kStages);
-    for (int i = 0; i < heads; i++) {
+DEVICE void prefetch_first(const StepParams& p, int warp, int lane) {
+    const int heads = p.segments * p.value_heads;
+#pragma unroll 1
+    for (int i = 0, at = blockIdx.x; i < kStages && at < heads; i++, at += gridDim.x) {
+        const int n = at / p.value_heads, head = at - n * p.value_heads;
+        const Request r = read_entry(p, load_entry<true>(p, n));
+        if (r.turns == 0) continue;
         if (warp >= kConsumers)
-            prefetch_inputs(p, Work{request.slot, head + i, request.accepted, request.tokens, (head + i) / p.group},
+            prefetch_inputs(p, Work{r.slot, head, r.accepted, r.tokens, key_head(p, head)},
                             (warp - kConsumers) * 32 + lane);
         else if (lane == 0 && p.flags & kVectorStates)
-            Rows::prefetch(p, request.slot * p.pool_stride + (head + i) * kMatrix, warp * Rows::kRows);
+            Rows::prefetch(p, r.slot * p.pool_stride + head * kMatrix, warp * Rows::kRows);
     }
 }
 
@@ -773,17 +792,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
         barrier_init_fence();
     }
     start_dependents();
-    const i64 heads = static_cast<i64>(p.segments) * p.value_heads;
-    const int begin = static_cast<int>(heads * blockIdx.x / gridDim.x);
-    const int end = static_cast<int>(heads * (blockIdx.x + 1) / gridDim.x);
-    prefetch_first(p, warp, lane, begin, end);
+    prefetch_first(p, warp, lane);
     wait_for_dependencies();
     __syncthreads();
     if (warp < kConsumers) {
         claim_registers<kConsumerRegisters>();
-        consume(p, shared, warp, lane, begin, end);
+        consume(p, shared, warp, lane);
     } else {
         release_registers<kMakerRegisters>();
-        make(p, shared, warp - kConsumers, lane, begin, end);
+        make(p, shared, warp - kConsumers, lane);
     }
 }

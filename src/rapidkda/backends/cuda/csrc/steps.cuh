@@ -19,13 +19,15 @@ DEVICE int load_int(const int* from) {
     asm volatile("ld.relaxed.gpu.global.s32 %0,[%1];" : "=r"(x) : "l"(from) : "memory");
     return x;
 }
+// An entry of 32 or of 64 bits as it lies there: to widen it at once would wait for it.
 template <bool kEarly = false>
-DEVICE i64 load_index(const void* table, i64 at, bool is_64) {
-    if (!is_64) return load_int<kEarly>(static_cast<const int*>(table) + at);
-    if (!kEarly) return static_cast<const i64*>(table)[at];
-    i64 x;
-    asm volatile("ld.relaxed.gpu.global.s64 %0,[%1];" : "=l"(x) : "l"(static_cast<const i64*>(table) + at) : "memory");
-    return x;
+DEVICE Words2 load_index(const void* table, i64 at, bool is_64) {
+    const int* from = static_cast<const int*>(table) + (is_64 ? 2 * at : at);
+    const u32 low = load_int<kEarly>(from);
+    return Words2{low, is_64 ? static_cast<u32>(load_int<kEarly>(from + 1)) : 0};
+}
+DEVICE i64 widen_index(Words2 x, bool is_64) {
+    return is_64 ? static_cast<i64>(static_cast<u64>(x.y) << 32 | x.x) : static_cast<int>(x.x);
 }
 
 // A row of the pool, or -1 where the slot is the padding marker or outside the pool.
@@ -37,17 +39,13 @@ DEVICE int pool_row(const StepParams& p, i64 slot) {
 struct Tokens {
     int first, count;
 };
-template <bool kEarly = false>
-DEVICE Tokens segment_tokens(const StepParams& p, int n) {
-    const int first = min(max(load_int<kEarly>(p.first_token + n * p.first_stride), 0), p.tokens);
-    const int length = load_int<kEarly>(p.length + n * p.length_stride);
+DEVICE Tokens segment_tokens(const StepParams& p, int first_token, int length) {
+    const int first = min(max(first_token, 0), p.tokens);
     return Tokens{first, min(min(max(length, 0), p.positions), p.tokens - first)};
 }
 
 // How many records of a segment's last verification count.
-template <bool kEarly = false>
-DEVICE int accepted_count(const StepParams& p, int n) {
-    const i64 count = load_index<kEarly>(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
+DEVICE int accepted_count(const StepParams& p, i64 count) {
     return static_cast<int>(count < 0 ? 0 : count > p.positions ? p.positions : count);
 }
 
