@@ -41,14 +41,14 @@ def pair_kernel(
     side by side, so that programs that run at once read and write memory in order."""
     n = (tl.program_id(0) // HEADS).to(tl.int64)
     head = (tl.program_id(0) % HEADS).to(tl.int64)
+    channels = tl.broadcast_to(tl.arange(0, K)[None, None, :], [WARPS, 1, K])
+    warp = tl.arange(0, WARPS)[:, None]
     slot = tl.load(p_slot + n * slots_s).to(tl.int64)
     count = tl.minimum(tl.load(p_length + n * length_s), positions)
     taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
     first = tl.load(p_first + n * first_s).to(tl.int64)
     real = usable(slot, pool_rows, pad_slot)
     taken = tl.where(real & (count > 0), taken, 0)
-    channels = tl.broadcast_to(tl.arange(0, K)[None, None, :], [WARPS, 1, K])
-    warp = tl.arange(0, WARPS)[:, None]
     p_records += slot * records_s + head * (2 * K + V)
     p_q += first * q_t + (head // group) * q_h + channels
     p_k += first * k_t + (head // group) * k_h + channels
@@ -56,7 +56,11 @@ def pair_kernel(
     p_v += first * v_t + head * v_h
     p_beta += first * b_t + head * b_h
     p_out += first * o_t + head * o_h
-
+    rows = warp * (VB // WARPS) + tl.arange(0, VB // WARPS)[None, :]
+    if V_FIRST:
+        p_state = p_pool + slot * pool_s + head * (K * V) + rows[:, :, None] * K + channels
+    else:
+        p_state = p_pool + slot * pool_s + head * (K * V) + channels * V + rows[:, :, None]
     old_k0 = tl.load(p_records + channels, mask=taken > 0, other=0.0)
     old_g0 = tl.load(p_records + K + channels, mask=taken > 0, other=0.0)
     old_k1 = tl.load(p_records + records_j + channels, mask=taken > 1, other=0.0)
@@ -83,9 +87,8 @@ def pair_kernel(
     g1 = gate_decay(g1.to(tl.float32), bias, amplitude, lower_bound, GATE, 1.0)
     b0 = write_strength(b0.to(tl.float32), beta_scale, LOGITS)
     b1 = write_strength(b1.to(tl.float32), beta_scale, LOGITS)
-    decay = exp(old_g1)  # of the state, once it is that of the first record too
-    old_k0 *= decay
-    decay *= exp(old_g0)
+    late = exp(old_g1)
+    decay, old_k0 = exp(old_g0) * late, old_k0 * late
     tl.debug_barrier()  # every warp has read the old records before any of them is overwritten
     part = warp[:, :, None]  # of the first four warps, each writes a row
     row = tl.where(part == 0, k0, tl.where(part == 1, g0, tl.where(part == 2, k1, g1)))
@@ -94,33 +97,30 @@ def pair_kernel(
 
     decay0, decay1 = exp(g0), exp(g1)
     seen = k0 * decay1  # the first key as the second token sees it
-    c00, c10, c11 = tl.sum(q0 * k0, 2), tl.sum(q1 * seen, 2), tl.sum(q1 * k1, 2)
-    a10 = tl.sum(k1 * seen, 2)
-    decay1 *= decay0
-    k0, q0, k1, q1 = k0 * decay0, q0 * decay0, k1 * decay1, q1 * decay1  # as the state's rows see them
+    c00, c11 = tl.sum(q0 * k0, 2), tl.sum(q1 * k1, 2)
+    a10, c10 = tl.sum(k1 * seen, 2), tl.sum(q1 * seen, 2)
+    k0, q0 = k0 * decay0, q0 * decay0
+    k1, q1 = k1 * (decay1 * decay0), q1 * (decay1 * decay0)
     for block in range(0, V // VB):
-        rows = block * VB + warp * (VB // WARPS) + tl.arange(0, VB // WARPS)[None, :]
-        if V_FIRST:
-            p_state = p_pool + slot * pool_s + head * (K * V) + rows[:, :, None] * K + channels
-        else:
-            p_state = p_pool + slot * pool_s + head * (K * V) + channels * V + rows[:, :, None]
-        state = tl.load(p_state, mask=real & (count > 0), other=0.0)
-        old_u0 = tl.load(p_records + 2 * K + rows, mask=taken > 0, other=0.0)
-        old_u1 = tl.load(p_records + records_j + 2 * K + rows, mask=taken > 1, other=0.0)
-        v0 = tl.load(p_v + rows, mask=count > 0, other=0.0)
-        v1 = tl.load(p_v + v_t + rows, mask=count > 1, other=0.0)
-        state = state.to(tl.float32) * decay + old_u0[:, :, None] * old_k0 + old_u1[:, :, None] * old_k1
-        tl.store(p_state, narrow(state, p_pool.dtype.element_ty), mask=taken > 0)
+        p_block = p_state + block * (VB * K if V_FIRST else VB)
+        stored = tl.load(p_block, mask=real & (count > 0), other=0.0)
+        old_u0 = tl.load(p_records + 2 * K + block * VB + rows, mask=taken > 0, other=0.0)
+        old_u1 = tl.load(p_records + records_j + 2 * K + block * VB + rows, mask=taken > 1, other=0.0)
+        v0 = tl.load(p_v + block * VB + rows, mask=count > 0, other=0.0)
+        v1 = tl.load(p_v + v_t + block * VB + rows, mask=count > 1, other=0.0)
+        state = stored.to(tl.float32) * decay + old_u0[:, :, None] * old_k0 + old_u1[:, :, None] * old_k1
+        tl.store(p_block, narrow(state, p_pool.dtype.element_ty), mask=taken > 0)
         u0 = b0 * (v0.to(tl.float32) - tl.sum(state * k0, 2))
         o0 = tl.sum(state * q0, 2) + c00 * u0
         u1 = b1 * (v1.to(tl.float32) - tl.sum(state * k1, 2) - a10 * u0)
         o1 = tl.sum(state * q1, 2) + c10 * u0 + c11 * u1
-        tl.debug_barrier()  # as above: these rows of the corrections
         o0, o1 = tl.where(real, o0, 0.0), tl.where(real, o1, 0.0)
-        tl.store(p_out + rows, narrow(o0, p_out.dtype.element_ty), mask=count > 0)
-        tl.store(p_out + o_t + rows, narrow(o1, p_out.dtype.element_ty), mask=count > 1)
-        tl.store(p_records + 2 * K + rows, u0, mask=real & (count > 0))
-        tl.store(p_records + records_j + 2 * K + rows, u1, mask=real & (count > 1))
+        tl.debug_barrier()  # as above: these rows of the corrections
+        out_rows = block * VB + rows
+        tl.store(p_out + out_rows, narrow(o0, p_out.dtype.element_ty), mask=count > 0)
+        tl.store(p_out + o_t + out_rows, narrow(o1, p_out.dtype.element_ty), mask=count > 1)
+        tl.store(p_records + 2 * K + out_rows, u0, mask=real & (count > 0))
+        tl.store(p_records + records_j + 2 * K + out_rows, u1, mask=real & (count > 1))
 
 
 launcher = launch.Launcher(pair_kernel)

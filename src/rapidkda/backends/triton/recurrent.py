@@ -338,7 +338,7 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
     launcher = chunk.launcher if chunked else pair.launcher
     programs = segments.count * tokens.value_heads
 
-    def bind(elements: int, warps: int, registers: int | None = None) -> launch.Launch:
+    def bind(elements: int, warps: int) -> launch.Launch:
         return launcher.bind(
             pool.device,
             (programs, 1, 1),
@@ -362,11 +362,9 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
                 warps,
             ),
             num_warps=warps,
-            registers=registers,
         )
 
-    four = 128 if machine.vendor == "nvidia" else None  # as many programs of a pair a multiprocessor
-    few, many = (bind(8192, 4), bind(4096, 2)) if chunked else (bind(16384, 8), bind(4096, 4, four))
+    few, many = (bind(8192, 4), bind(4096, 2)) if chunked else (bind(16384, 8), bind(4096, 4))
     return (few, many) if programs <= 2 * machine.units else (many, few)
 
 
