@@ -8,13 +8,14 @@
 // so u = M r and o = S (D q) + W r with r = v - S (D k), M = (1 + b a)^-1 b, W = c M. Every decay is a product of decays
 // of single tokens: nothing overflows, and no difference of sums loses digits.
 //
-// A CTA takes one head of one request after another. Maker warps turn keys, queries and gates of later heads into
-// tables in shared memory; consumer warps own 16 rows of the state each, which the copy engine brings ahead, multiply
-// them in TF32 (three products for nearly fp32), and write them from registers. Records of keys and decays are the
-// maker's, corrections those of the warp that owns their rows, so nobody overwrites what another has yet to read.
-// Requests of more tokens or records than a chunk holds take several turns, see Turn.
+// A CTA takes one head of one request after another. Four maker warps turn keys, queries and gates of later heads into
+// tables in shared memory: each activates some of the tokens, and then takes a quarter of the channels of all. Consumer
+// warps own 16 rows of the state each, which the copy engine brings ahead and writes back, and multiply them in TF32
+// (three products for nearly fp32). Records of keys and decays are the makers', corrections those of the warp that owns
+// their rows, so nobody overwrites what another has yet to read. Requests of more tokens or records than a chunk holds
+// take several turns, see Turn.
 //
-// Compiled with KDA_STATE_FLOAT, KDA_TOKENS, the size of a chunk (4 or 8), and KDA_MANY_TURNS defined.
+// Compiled with KDA_STATE_FLOAT, KDA_TOKENS, the size of a chunk (2, 4 or 8), and KDA_MANY_TURNS defined.
 #include "mma.cuh"
 #include "steps.cuh"
 
