@@ -148,17 +148,14 @@ def layer(form: FormName, fused: tuple[Neighbour, ...], lower_bound: float | Non
         hold(f"state {n}", relative_error(pool[n].cpu(), state.transpose(-1, -2)))
 
 
-def replay(tokens: int, state_dtype: torch.dtype) -> None:
-    """Verifications of more tokens than the kernel takes at once, each with some of the last one's accepted."""
+def replay(length: int, state_dtype: torch.dtype) -> None:
+    """Verifications of as many tokens as the records have positions, each with some of the last one's accepted."""
     choose("whole")
-    length = 2 * tokens + 1
-    accepted = (0, length, tokens, 1)
+    accepted = (0, length, length // 2, 1)
     inputs = some_inputs("slow", lengths=(2 * length,) * len(accepted))
     count = len(accepted)
     pool = inputs.states.clone().to(state_dtype)
-    records = torch.zeros(count, tokens if tokens == 4 else length, HEADS, 3 * DIM, device=DEVICE)
-    if tokens == 4:  # the smaller kernel serves records of four positions at most
-        length, accepted = 4, (0, 4, 2, 1)
+    records = torch.zeros(count, length, HEADS, 3 * DIM, device=DEVICE)
     slots = torch.arange(count, device=DEVICE)
     firsts = torch.tensor([first for first, _ in inputs.spans])
     left = torch.zeros(count, dtype=torch.int32, device=DEVICE)
@@ -200,8 +197,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     for (form, fused), gate, (name, dtype) in itertools.product(neighbours, gates, dtypes.items()):
         if form == "whole" or name == "g16":
             yield f"{form}-{'-'.join(fused)}-{gate}-{name}", partial(layer, form, fused, gates[gate], dtype)
-    for tokens, dtype in itertools.product((4, 8), (torch.float32, torch.bfloat16)):
-        yield f"replay{tokens}-{str(dtype).removeprefix('torch.')}", partial(replay, tokens, dtype)
+    for length, dtype in itertools.product((2, 4, 8, 17), (torch.float32, torch.bfloat16)):  # each kernel
+        yield f"replay{length}-{str(dtype).removeprefix('torch.')}", partial(replay, length, dtype)
 
 
 def say(line: str) -> None:

@@ -49,7 +49,7 @@ KERNELS = {
     "scan_kernel",
     "compose_kernel",
     "step_kernel",
-    "replay_kernel",
+    "pair_kernel",
     "chunk_kernel",
     "commit_kernel",
     "conv_kernel",

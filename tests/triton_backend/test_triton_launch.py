@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="needs the package triton", minversion="3.6
 import triton_calls as calls
 
 from rapidkda.backends import driver
-from rapidkda.backends.triton import TritonBackend, chunk, config, conv, launch, norm, plan, prefill, recurrent
+from rapidkda.backends.triton import TritonBackend, chunk, config, conv, launch, norm, pair, plan, prefill, recurrent
 from rapidkda.device import Device
 from rapidkda.segments import Segments
 
@@ -27,7 +27,7 @@ BACKEND = TritonBackend()
 LAUNCHERS = [
     *(
         x
-        for module in (prefill, recurrent, chunk, conv, norm)
+        for module in (prefill, recurrent, pair, chunk, conv, norm)
         for x in vars(module).values()
         if isinstance(x, launch.Launcher)
     ),

@@ -93,12 +93,13 @@ def chunk_kernel(
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, V_FIRST: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr, WARPS: tl.constexpr,
+    VB: tl.constexpr, V_FIRST: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the accepted records, store the state, run the drafts, record them. Grid (N, HV): all value rows of a head
-    read the same records, and the new ones overwrite them."""
-    n = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
+    """Fold the accepted records, store the state, run the drafts, record them. Grid (N HEADS): all value rows of a head
+    read the same records, and the new ones overwrite them; heads of a request are neighbours in memory."""
+    n = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
     slot = tl.load(p_slot + n * slots_s).to(tl.int64)
     real = usable(slot, pool_rows, pad_slot)
     count = tl.minimum(tl.load(p_length + n * length_s), positions)
@@ -182,6 +183,6 @@ def chunk_kernel(
 launcher = launch.Launcher(chunk_kernel)
 
 
-def constants(positions: int, precision: str, warps: int) -> tuple[int, str, int]:
-    """What the kernel takes beyond those of the token loop: tokens of a chunk, precision of products, warps."""
-    return min(MOST, triton.next_power_of_2(positions)), precision, warps
+def constants(positions: int, precision: str) -> tuple[int, str]:
+    """What the kernel takes beyond what that of two tokens does: tokens of a chunk, precision of products."""
+    return min(MOST, triton.next_power_of_2(positions)), precision

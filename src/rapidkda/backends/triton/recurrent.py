@@ -1,8 +1,9 @@
-"""The token recurrence on pools: decode, speculative verification in both forms, and commit. One launch each.
-Replay of more than one draft is in chunk.py.
+"""The token recurrence on pools: decode, speculative verification with a slot a position, and commit. One launch each.
+Verification by replay is in pair.py and chunk.py, where all value rows of a head belong to one program, since all of
+them read the same records.
 
 A program owns VB value rows of one head of one request and keeps them in registers; the value rows of a state are
-independent. Only the replay form keeps all of them in one program, since all of them read the same records.
+independent.
 
     S = S exp(g)      u = b (v - S k)      S = S + u k^T      o = scale S q        S [V, K]
 """
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
-from . import chunk, config, launch
+from . import chunk, config, launch, pair
 from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, take_turn, trips, usable, write_strength
 
 SIZES = ["pool_rows", "pad_slot", "positions", "group"]
@@ -167,53 +168,6 @@ def _replay(
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
-def replay_kernel(
-    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
-    pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
-    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
-    first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
-    GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    VB: tl.constexpr, V_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Replay verification: fold the accepted records, store the state, run the drafts, record them. Grid (N, HV)."""
-    WIDTH: tl.constexpr = 2 * K + V
-    n = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    channels = tl.arange(0, K)
-    slot = tl.load(p_slot + n * slots_s).to(tl.int64)
-    real = usable(slot, pool_rows, pad_slot)
-    count = tl.minimum(tl.load(p_length + n * length_s), positions)
-    taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
-    taken = tl.where(real & (count > 0), taken, 0)
-    first = tl.load(p_first + n * first_s).to(tl.int64)
-    p_slot_records = p_records + slot * records_s
-    for block in range(0, V // VB):
-        rows = block * VB + tl.arange(0, VB)
-        offsets = _state_offsets(head, rows, channels, K, V, V_FIRST)
-        state = tl.load(p_pool + slot * pool_s + offsets, mask=real & (count > 0), other=0.0).to(tl.float32)
-        state = _replay(state, p_slot_records, records_j, taken, head, rows, channels, K, V, WIDTH)
-        tl.store(p_pool + slot * pool_s + offsets, narrow(state, p_pool.dtype.element_ty), mask=taken > 0)
-        last = block == V // VB - 1
-        tl.debug_barrier()  # every thread has read the old records before any of them is overwritten
-        for j in range(0, trips(count)):
-            token = first + j
-            loaded = _load_token(
-                p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, token, None, head, group, channels, rows,
-                q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, K,
-            )  # fmt: skip
-            q, k, v, g, b = _activate(loaded, scale, beta_scale, lower_bound, GATE, LOGITS, L2NORM)
-            state = state * exp(g)[None, :]
-            u = b * (v - tl.sum(state * k[None, :], 1))
-            state = state + u[:, None] * k[None, :]
-            out = tl.where(real, tl.sum(state * q[None, :], 1), 0.0)
-            tl.store(p_out + token * o_t + head * o_h + rows, narrow(out, p_out.dtype.element_ty))
-            p_record = p_slot_records + j * records_j + head * WIDTH
-            tl.store(p_record + channels, k, mask=real & last)
-            tl.store(p_record + K + channels, g, mask=real & last)
-            tl.store(p_record + 2 * K + rows, u, mask=real)
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def commit_kernel(
     p_pool, p_records, p_slot, p_accepted, pool_rows, pad_slot, positions,
     slots_s, accepted_s, pool_s, records_s, records_j,
@@ -239,7 +193,6 @@ def value_block(key_dim: int, value_dim: int, state_dtype: torch.dtype) -> int:
 
 
 _steps = launch.Launcher(step_kernel)
-_replay_verify = launch.Launcher(replay_kernel)
 _commit = launch.Launcher(commit_kernel)
 
 
@@ -381,13 +334,14 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
     tokens, segments, pool = call.tokens, call.segments, call.pool
     machine = config.machine(pool.device)
     positions = records.shape[1]
-    chunked = positions > 2
-    launcher = chunk.launcher if chunked else _replay_verify
+    chunked = positions > pair.MOST
+    launcher = chunk.launcher if chunked else pair.launcher
+    programs = segments.count * tokens.value_heads
 
     def bind(elements: int, warps: int) -> launch.Launch:
         return launcher.bind(
             pool.device,
-            (segments.count, tokens.value_heads, 1),
+            (programs, 1, 1),
             (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
             (
                 *launch.strides(tokens),
@@ -403,13 +357,15 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
                 *launch.constants(tokens),
                 min(tokens.value_dim, elements // tokens.key_dim),
                 call.state_v_first,
-                *(chunk.constants(positions, machine.precision, warps) if chunked else ()),
+                tokens.value_heads,
+                *(chunk.constants(positions, machine.precision) if chunked else ()),
+                warps,
             ),
             num_warps=warps,
         )
 
-    few, many = (bind(8192, 4), bind(4096, 2)) if chunked else (bind(16384, 8), bind(8192, 2))
-    return (few, many) if segments.count * tokens.value_heads <= 2 * machine.units else (many, few)
+    few, many = (bind(8192, 4), bind(4096, 2)) if chunked else (bind(16384, 8), bind(4096, 4))
+    return (few, many) if programs <= 2 * machine.units else (many, few)
 
 
 def commit(call: CommitCall) -> None:

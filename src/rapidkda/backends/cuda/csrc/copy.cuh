@@ -67,6 +67,23 @@ DEVICE void copy_bytes(u32 destination, const void* from, int bytes, u32 bar) {
         "l"(from), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
+// The other way; what was asked for before `commit_writes` is a group.
+DEVICE void write_bytes(void* to, u32 source, int bytes) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0],[%1],%2,%3;" ::"l"(to), "r"(source),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+DEVICE void commit_writes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the copy engine has read all that this thread's groups write.
+DEVICE void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Into the L2 cache; address and count are multiples of 16.
+DEVICE void prefetch_bytes(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
+}
+DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // Global stores of what nobody reads soon.
 DEVICE void store_once(float* to, Quad x) {
     asm volatile("st.global.cs.v4.f32 [%0],{%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");

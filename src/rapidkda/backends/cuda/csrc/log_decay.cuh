@@ -13,9 +13,7 @@ DEVICE float softplus(float x) {
 }
 
 // exp(A_log) of a head, finite: an infinite one would turn a zero logit into NaN.
-DEVICE float gate_amplitude(const StepParams& p, int head) {
-    return p.A_log ? fminf(exp2_approx(p.A_log[head] * kLog2E), kLargest) : 1.f;
-}
+DEVICE float gate_amplitude(float A_log) { return fminf(exp2_approx(A_log * kLog2E), kLargest); }
 
 // What a lane needs of a head to activate its four channels.
 struct HeadGate {

@@ -8,48 +8,57 @@
 // so u = M r and o = S (D q) + W r with r = v - S (D k), M = (1 + b a)^-1 b, W = c M. Every decay is a product of decays
 // of single tokens: nothing overflows, and no difference of sums loses digits.
 //
-// A CTA takes one head of one request after another. Maker warps turn keys, queries and gates of later heads into
-// tables in shared memory; consumer warps own 16 rows of the state each, which the copy engine brings ahead, multiply
-// them in TF32 (three products for nearly fp32), and write them from registers. Records of keys and decays are the
-// maker's, corrections those of the warp that owns their rows, so nobody overwrites what another has yet to read.
-// Requests of more tokens or records than a chunk holds take several turns, see Turn.
+// A CTA takes one head of one request after another. Four maker warps turn keys, queries and gates of later heads into
+// tables in shared memory: each activates some of the tokens, and then takes a quarter of the channels of all. Consumer
+// warps own 16 rows of the state each, which the copy engine brings ahead and writes back, and multiply them in TF32
+// (three products for nearly fp32). Records of keys and decays are the makers', corrections those of the warp that owns
+// their rows, so nobody overwrites what another has yet to read. Requests of more tokens or records than a chunk holds
+// take several turns, see Turn.
 //
-// Compiled with KDA_STATE_FLOAT and KDA_TOKENS, the size of a chunk (4 or 8), defined.
+// Compiled with KDA_STATE_FLOAT, KDA_TOKENS, the size of a chunk (2, 4 or 8), and KDA_MANY_TURNS defined.
 #include "mma.cuh"
 #include "steps.cuh"
 
 constexpr int kTokens = KDA_TOKENS;
-constexpr int kTiles = kTokens / 4;  // of 8 columns: the keys' products, then the queries', of a chunk
-constexpr int kConsumers = 8, kRows = 16;
+constexpr bool kManyTurns = KDA_MANY_TURNS;  // a request may have more tokens or records than that
+constexpr int kTiles = kTokens == 8 ? 2 : 1;  // of 8 columns: the keys' products, then the queries', of a chunk
+constexpr int kOperandRows = 8 * kTiles;      // the first 2 kTokens of which are in use
 using Rows = States<KDA_STATE_FLOAT>;
+constexpr int kConsumers = 128 / Rows::kRows;
 constexpr int kStages = KDA_STATE_FLOAT ? 2 : 4;  // heads whose states are on their way or at work
-constexpr int kMakers = 4;                        // warps; each makes the tables of every fourth head
-constexpr int kSets = kTokens == 8 ? 2 : 4;       // of the larger ones; each maker has one of the others
+constexpr int kMakers = 4;                        // warps, which make the tables of a turn together
+constexpr int kSets = kTokens == 8 ? 2 : 4;       // of tables
 constexpr int kThreads = (kConsumers + kMakers) * 32;
+// Registers a thread, moved between the roles at the start. setmaxnreg acts on whole warpgroups and hangs where the
+// roles want more than the launch took.
+constexpr int kLaunchRegisters = 168, kConsumerRegisters = 200, kMakerRegisters = 104;
+static_assert(kConsumers * kConsumerRegisters + kMakers * kMakerRegisters <= kThreads / 32 * kLaunchRegisters);
 
 // Rows in shared memory are this far apart so that no two of a warp's lanes meet in a bank.
-constexpr int kStatePitch = Rows::kRowBytes + Rows::kRowBytes / 8;
-constexpr int kStageBytes = kRows * kStatePitch;
 constexpr int kOperandPitch = 128 * 4 + 64;  // bytes: lanes read four channels of eight rows
-constexpr int kPair = kTokens / 4;            // keys of records that lie side by side: c and c + 4
+constexpr int kPair = kTokens == 8 ? 2 : 1;            // keys of records that lie side by side: c and c + 4
 constexpr int kFoldPitch = 128 * 4 * kPair + 32;
 
 // Tables, in bytes. Operands are TF32 numbers and what is left of fp32 (`rest`).
-// Of folding:
 constexpr int kFold = 0;  // [4][128][kPair]: keys of records, decayed to the last
 constexpr int kFoldRest = kFold + 4 * kFoldPitch;
 constexpr int kDecay = kFoldRest + 4 * kFoldPitch;  // [128]: of the state under the records
-constexpr int kFoldBytes = kDecay + 128 * 4;
-// Of the chunk:
-constexpr int kOperands = 0;  // [2 kTokens][128]: keys, queries, decayed from the state to their token
-constexpr int kOperandsRest = kOperands + 2 * kTokens * kOperandPitch;
-constexpr int kMix = kOperandsRest + 2 * kTokens * kOperandPitch;  // [2 kTokens][8]: M, W
-constexpr int kMixRest = kMix + 2 * kTokens * 8 * 4;
-constexpr int kSetBytes = kMixRest + 2 * kTokens * 8 * 4;
+constexpr int kOperands = kDecay + 128 * 4;  // [kOperandRows][128]: keys, queries, decayed from the state to their token
+constexpr int kOperandsRest = kOperands + kOperandRows * kOperandPitch;
+constexpr int kMix = kOperandsRest + kOperandRows * kOperandPitch;  // [kOperandRows][8]: M, W
+constexpr int kMixRest = kMix + kOperandRows * 8 * 4;
+constexpr int kSetBytes = kMixRest + kOperandRows * 8 * 4;
 
 // Shared memory.
-constexpr int kFolds = 0, kChunks = kFolds + kMakers * kFoldBytes, kRing = kChunks + kSets * kSetBytes;
-constexpr int kBarriers = kRing + kConsumers * kStages * kStageBytes;
+constexpr int kTables = 0;
+// [5 kTokens][128]: keys, queries, decays of a turn; keys and decays of the records that it folds
+constexpr int kTokenRows = kTables + kSets * kSetBytes;
+constexpr int kShares = kTokenRows + 5 * kTokens * 128 * 4;  // [kTokens^2][kMakers]: of sums
+constexpr int kRing = (kShares + kTokens * kTokens * 16 + 127) / 128 * 128;
+constexpr int kFar = 2;                                    // heads whose states come to the L2 cache before that
+constexpr int kWorkBytes = 32, kWorks = kStages + kFar + 2;  // heads that a consumer warp has found
+constexpr int kLists = kRing + kConsumers * kStages * Rows::kBytes;
+constexpr int kBarriers = kLists + kConsumers * kWorks * kWorkBytes;
 constexpr int kMade = kBarriers + kConsumers * kStages * 8;  // after the barriers of the stages
 constexpr int kUsed = kMade + kSets * 8;
 constexpr int kBytes = kUsed + kSets * 8;
@@ -61,7 +70,6 @@ struct LaunchInfo {
 extern "C" __constant__ const LaunchInfo launch_info = {kThreads, kBytes + 128, 1};
 
 struct Request {
-    int n = -1;
     Tokens tokens;
     int slot;      // row of the pool, -1: padding
     int accepted;  // records to fold
@@ -69,18 +77,62 @@ struct Request {
 };
 
 DEVICE int chunks(int count) { return (count + kTokens - 1) / kTokens; }
+DEVICE int count_turns(int accepted, int count) {
+    return kManyTurns ? max(chunks(accepted), 1) + max(chunks(count), 1) - 1 : 1;
+}
 
-DEVICE Request find_request(const StepParams& p, int n) {
+// What the tables say of a request.
+struct Entry {
+    Words2 slot, accepted;
+    int first, length;
+};
+template <bool kEarly = false>
+DEVICE Entry load_entry(const StepParams& p, int n) {
+    Entry e;
+    e.slot = load_index<kEarly>(p.slots, n * p.slot_stride, p.flags & kSlots64);
+    e.accepted = load_index<kEarly>(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
+    e.first = e.length = 0;
+    if (p.q) {
+        e.first = load_int<kEarly>(p.first_token + n * p.first_stride);
+        e.length = load_int<kEarly>(p.length + n * p.length_stride);
+    }
+    return e;
+}
+
+DEVICE Request read_entry(const StepParams& p, const Entry& e) {
     Request r;
-    r.n = n;
-    const i64 slot = load_index(p.slots, n * p.slot_stride, p.flags & kSlots64);
-    r.accepted = accepted_count(p, n);
-    r.tokens = p.q ? segment_tokens(p, n) : Tokens{0, 0};
-    r.slot = pool_row(p, slot);
+    r.accepted = accepted_count(p, widen_index(e.accepted, p.flags & kAccepted64));
+    r.tokens = segment_tokens(p, e.first, e.length);
+    r.slot = pool_row(p, widen_index(e.slot, p.flags & kSlots64));
     const bool idle = r.slot < 0 || (p.q ? r.tokens.count : r.accepted) == 0;
     if (idle) r.accepted = 0;
-    r.turns = idle ? 0 : max(chunks(r.accepted), 1) + max(chunks(r.tokens.count), 1) - 1;
+    r.turns = idle ? 0 : count_turns(r.accepted, r.tokens.count);
     return r;
+}
+
+// The heads of a CTA: every gridDim.x-th, so that all CTAs together read and write memory in order.
+struct Walk {
+    Entry entry;  // of this head's request; asked for a step ahead
+    int n, head, left;
+};
+
+DEVICE int key_head(const StepParams& p, int head) { return p.group == 1 ? head : head / p.group; }
+
+DEVICE Walk begin_walk(const StepParams& p) {
+    const int heads = p.segments * p.value_heads, at = blockIdx.x;
+    Walk w;
+    w.n = at / p.value_heads, w.head = at - w.n * p.value_heads;
+    w.left = at < heads ? (heads - at + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x) : 0;
+    if (w.left > 0) w.entry = load_entry(p, w.n);
+    return w;
+}
+
+DEVICE void step(const StepParams& p, Walk& w) {
+    w.left--;
+    const int requests = gridDim.x / p.value_heads;
+    w.n += requests, w.head += gridDim.x - requests * p.value_heads;
+    if (w.head >= p.value_heads) w.head -= p.value_heads, w.n++;
+    if (w.left > 0) w.entry = load_entry(p, w.n);
 }
 
 // A turn folds records and then runs tokens. The last turn that folds what was accepted runs the first chunk; each one
@@ -91,16 +143,44 @@ struct Turn {
     bool stores;        // the state is the one to keep
 };
 
-DEVICE Turn find_turn(const Request& r, int index) {
-    const int before = max(chunks(r.accepted), 1) - 1;  // turns that only fold
+DEVICE Turn find_turn(int accepted, int count, int index) {
+    const int before = kManyTurns ? max(chunks(accepted), 1) - 1 : 0;  // turns that only fold
     const int chunk = index - before;
     Turn t;
     t.record = (chunk <= 0 ? index : chunk - 1) * kTokens;
-    t.folds = chunk <= 0 ? min(r.accepted - t.record, kTokens) : kTokens;
+    t.folds = chunk <= 0 ? min(accepted - t.record, kTokens) : kTokens;
     t.token = max(chunk, 0) * kTokens;
-    t.tokens = chunk < 0 ? 0 : min(r.tokens.count - t.token, kTokens);
-    t.stores = chunk == 0 && r.accepted > 0;
+    t.tokens = chunk < 0 ? 0 : min(count - t.token, kTokens);
+    t.stores = chunk == 0 && accepted > 0;
     return t;
+}
+
+// One head of one request.
+struct Work {
+    int slot = -1, head = 0, accepted = 0;  // slot -1: there is no more
+    Tokens tokens = {0, 0};
+    int key_head = 0;
+};
+
+DEVICE void store_work(u32 to, const Work& w) {
+    store_shared_words4(to, Words4{static_cast<u32>(w.slot), static_cast<u32>(w.head), static_cast<u32>(w.accepted),
+                                   static_cast<u32>(w.tokens.first)});
+    store_shared(to + 16, w.tokens.count);
+}
+DEVICE Work load_work(u32 from) {
+    const Words4 x = load_shared_words4(from);
+    return Work{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
+                Tokens{static_cast<int>(x.w), static_cast<int>(load_shared(from + 16))}, 0};
+}
+
+// The next head that has something to do.
+DEVICE Work next_work(const StepParams& p, Walk& walk) {
+    Work w;
+    for (; w.slot < 0 && walk.left > 0; step(p, walk)) {
+        const Request r = read_entry(p, walk.entry);
+        if (r.turns > 0) w = Work{r.slot, walk.head, r.accepted, r.tokens, key_head(p, walk.head)};
+    }
+    return w;
 }
 
 // x as a TF32 number and the rest of it.
@@ -116,162 +196,225 @@ DEVICE void store_split(u32 head, u32 rest, Quad x) {
 
 // ---- makers
 
-// Sums of the chunk's keys and queries, and the matrices that follow from them. x: raw keys, then queries, normalised;
-// they leave decayed from the state to their token. decay: of each token; strength: of token lane % 8. Lane l receives
-// column l % 8 of M and W.
-DEVICE void mix_tokens(Quad* x, const Quad* decay, float strength, float* m, float* w, int lane) {
-    float column[kTokens];  // lane l: of row l / 2, keys from 0 and queries from 8 on, the sums with every key
+constexpr int kOwn = kTokens >= 4 ? kTokens / kMakers : 1;  // tokens of a maker; with two tokens, two makers have none
+
+// What a maker's lane reads of a turn from global memory, as it lies there.
+struct Inputs {
+    // Channels 4 lane to 4 lane + 3 of the maker's records to fold, zeros past their end, and of its tokens.
+    Quad old_k[kOwn], old_g[kOwn];
+    Words2 k[kOwn], q[kOwn];  // past the end, the last
+    Words4 g[kOwn];
+    u32 strength;  // of token lane, as bits
+    Quad bias;
+    float A_log;
+};
+
+DEVICE Words2 load_words(const u16* from, bool vectors) {
+    if (vectors) return *reinterpret_cast<const Words2*>(from);
+    return Words2{from[0] | static_cast<u32>(from[1]) << 16, from[2] | static_cast<u32>(from[3]) << 16};
+}
+
+DEVICE void load_tokens(const StepParams& p, Inputs& x, i64 first, int tokens, int head, int key_head, int maker,
+                        int lane, bool vectors) {
 #pragma unroll
-    for (int i = kTokens - 1; i >= 0; i--) {
-        float sums[16];
-#pragma unroll
-        for (int at = 0; at < 8; at++) {
-            sums[at] = at > i && at < kTokens ? dot(x[at], x[i]) : 0.f;
-            sums[8 + at] = at >= i && at < kTokens ? dot(x[kTokens + at], x[i]) : 0.f;
-        }
-        column[i] = sixteen_sums(sums, lane);
-#pragma unroll
-        for (int at = i; at < kTokens; at++) {
-            x[at] = x[at] * decay[i];
-            x[kTokens + at] = x[kTokens + at] * decay[i];
+    for (int i = 0; i < kOwn; i++) {
+        const i64 token = first + min(maker * kOwn + i, tokens - 1);
+        x.k[i] = load_words(p.k + token * p.k_token_stride + key_head * p.k_head_stride + 4 * lane, vectors);
+        x.q[i] = load_words(p.q + token * p.q_token_stride + key_head * p.q_head_stride + 4 * lane, vectors);
+        const i64 g = token * p.g_token_stride + head * p.g_head_stride + 4 * lane;
+        if (!(p.flags & kGateFloat)) {
+            const Words2 two = load_words(static_cast<const u16*>(p.g) + g, vectors);
+            x.g[i].x = two.x, x.g[i].y = two.y;
+        } else if (vectors) {
+            x.g[i] = *reinterpret_cast<const Words4*>(static_cast<const u32*>(p.g) + g);
+        } else {
+            const u32* from = static_cast<const u32*>(p.g) + g;
+            x.g[i] = Words4{from[0], from[1], from[2], from[3]};
         }
     }
+    const i64 beta = (first + min(lane & 7, tokens - 1)) * p.beta_token_stride + head * p.beta_head_stride;
+    if (p.flags & kBetaFloat)
+        x.strength = static_cast<const u32*>(p.beta)[beta];
+    else
+        x.strength = static_cast<const u16*>(p.beta)[beta];
+    const bool aligned = (reinterpret_cast<u64>(p.dt_bias) & 15) == 0;
+    x.bias = p.dt_bias ? load_four(p.dt_bias, head * 128 + 4 * lane, true, aligned) : Quad{0, 0, 0, 0};
+    x.A_log = p.A_log ? p.A_log[head] : 0.f;
+}
+
+DEVICE void load_turn(const StepParams& p, Inputs& x, const Work& w, const Turn& t, int maker, int lane) {
+    const float* old = p.records + w.slot * p.record_stride +
+                       (t.record + maker * kOwn) * p.record_position_stride + w.head * kRecord + 4 * lane;
+#pragma unroll
+    for (int i = 0; i < kOwn; i++, old += p.record_position_stride) {
+        const bool here = maker * kOwn + i < t.folds;
+        x.old_k[i] = here ? load_four(old, 0, true, p.flags & kVectorRecords) : Quad{0, 0, 0, 0};
+        x.old_g[i] = here ? load_four(old, 128, true, p.flags & kVectorRecords) : Quad{0, 0, 0, 0};
+    }
+    if (t.tokens == 0) return;
+    const i64 first = w.tokens.first + t.token;
+    if (p.flags & kVectorInputs)
+        load_tokens(p, x, first, t.tokens, w.head, w.key_head, maker, lane, true);
+    else
+        load_tokens(p, x, first, t.tokens, w.head, w.key_head, maker, lane, false);
+}
+
+// Brings what a head's first turn reads besides its state into the L2 cache; `thread`: of all makers'.
+DEVICE void prefetch_inputs(const StepParams& p, const Work& w, int thread) {
+    if (w.slot < 0) return;
+    const int record = thread / 12, line = thread % 12;  // 1,536 bytes
+    if (record < min(w.accepted, kTokens))
+        prefetch_line(p.records + w.slot * p.record_stride + record * p.record_position_stride + w.head * kRecord +
+                      32 * line);
+    const int token = thread / 16, part = thread % 16;  // two lines of q, of k and of v, then g
+    if (token >= min(w.tokens.count, kTokens) || part >= (p.flags & kGateFloat ? 10 : 8)) return;
+    const i64 at = w.tokens.first + token;
+    const u16* line_at = p.q + at * p.q_token_stride + w.key_head * p.q_head_stride;
+    if (part >= 2) line_at = p.k + at * p.k_token_stride + w.key_head * p.k_head_stride;
+    if (part >= 4) line_at = p.v + at * p.v_token_stride + w.head * p.v_head_stride;
+    if (part >= 6) {
+        const i64 g = at * p.g_token_stride + w.head * p.g_head_stride;
+        line_at = static_cast<const u16*>(p.g) + (p.flags & kGateFloat ? 2 * g : g);
+    }
+    prefetch_line(line_at + 64 * (part >= 6 ? part - 6 : part & 1));
+}
+
+DEVICE Quad widen(Words2 x) { return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)}; }
+
+// The maker's tokens, activated: keys and log decays as records keep them. Leaves both and the queries in shared memory.
+struct Activated {
+    Quad k[kOwn], g[kOwn];
+};
+DEVICE void activate(const StepParams& p, Activated& own, const Inputs& x, int tokens, u32 rows, int maker, int lane) {
+    Quad q[kOwn];
+    float squares[2 * kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+        own.k[i] = widen(x.k[i]), q[i] = widen(x.q[i]);
+        squares[i] = dot(own.k[i], own.k[i]), squares[kOwn + i] = dot(q[i], q[i]);
+        own.g[i] = p.flags & kGateFloat ? Quad{__uint_as_float(x.g[i].x), __uint_as_float(x.g[i].y),
+                                               __uint_as_float(x.g[i].z), __uint_as_float(x.g[i].w)}
+                                        : widen(Words2{x.g[i].x, x.g[i].y});
+    }
+    log_decays<kOwn>(p, own.g, HeadGate{x.bias, gate_amplitude(x.A_log)});
+    const float square = warp_sums<2 * kOwn>(squares, lane);
+    const float scale = p.flags & kL2Norm ? inverse_sqrt(square + kNormEpsilon) : 1.f;
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+        own.k[i] = own.k[i] * __shfl_sync(kAllLanes, scale, 2 * i);
+        q[i] = q[i] * (__shfl_sync(kAllLanes, scale, 2 * (kOwn + i)) * p.scale);
+        const int token = maker * kOwn + i;
+        const bool here = token < tokens;
+        const Quad none{0, 0, 0, 0};
+        if (token < kTokens) {
+            const u32 to = rows + token * 512 + 16 * lane;
+            store_shared_quad(to, here ? own.k[i] : none);
+            store_shared_quad(to + kTokens * 512, here ? q[i] : none);
+            store_shared_quad(to + 2 * kTokens * 512, natural_exp(own.g[i]));
+        }
+    }
+}
+
+// Where in a row of sums those of token `at` with key i lie: keys after i, then queries from i on; the last key first.
+DEVICE constexpr int pair_place(int i, int at, bool query) {
+    return (kTokens - 1 - i) * (kTokens - 1 - i) + (query ? kTokens - 1 - i + at - i : at - i - 1);
+}
+constexpr int kPairs = kTokens * kTokens;
+constexpr int kBatch = kPairs < 16 ? kPairs : 16;  // sums that are taken at once
+
+// A maker's 32 channels: x, keys and then queries, leaves decayed from the state to its token; the maker's share of the
+// sums goes to shared memory, those of four makers side by side.
+DEVICE void multiply_pairs(float* x, u32 rows, u32 shares, int maker, int lane) {
+    float decay[kTokens], sums[kPairs];
+    const u32 from = rows + 128 * maker + 4 * lane;
+#pragma unroll
+    for (int i = 0; i < 2 * kTokens; i++) x[i] = load_shared_float(from + i * 512);
+#pragma unroll
+    for (int i = 0; i < kTokens; i++) decay[i] = load_shared_float(from + (2 * kTokens + i) * 512);
+#pragma unroll
+    for (int i = kTokens - 1; i >= 0; i--) {
+#pragma unroll
+        for (int at = i; at < kTokens; at++) {
+            if (at > i) sums[pair_place(i, at, false)] = x[at] * x[i];
+            sums[pair_place(i, at, true)] = x[kTokens + at] * x[i];
+        }
+#pragma unroll
+        for (int at = i; at < kTokens; at++) x[at] *= decay[i], x[kTokens + at] *= decay[i];
+        const int so_far = (kTokens - i) * (kTokens - i), before = (kTokens - 1 - i) * (kTokens - 1 - i);
+#pragma unroll
+        for (int batch = before / kBatch; batch < so_far / kBatch; batch++) {
+            const float sum = warp_sums<kBatch>(sums + batch * kBatch, lane);
+            if (lane % 2 == 0 && lane < 2 * kBatch)
+                store_shared_float(shares + (batch * kBatch + lane / 2) * 16 + 4 * maker, sum);
+        }
+    }
+}
+
+DEVICE void meet_makers() { named_barrier(1, kMakers * 32); }
+
+// A channel of the records' keys, decayed to the last, and of the state's decay under them. Records that there are not
+// are zeros and ones.
+DEVICE void make_fold(u32 tables, u32 rows, int maker, int lane) {
+    const int channel = 32 * maker + lane;
+    const u32 from = rows + 3 * kTokens * 512 + 4 * channel;
+    float keys[kTokens], total = 1.f;
+#pragma unroll
+    for (int i = kTokens - 1; i >= 0; i--) {
+        keys[i] = load_shared_float(from + i * 512) * total;
+        total *= load_shared_float(from + (kTokens + i) * 512);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 to = tables + kFold + i * kFoldPitch + 4 * kPair * channel, rest = to + kFoldRest - kFold;
+        const float one = i < kTokens ? keys[i % kTokens] : 0.f;
+        const u32 head = tf32(one);
+        if (kPair == 2) {
+            const float other = keys[(i + 4) % kTokens];
+            const u32 other_head = tf32(other);
+            store_shared_words2(to, head, other_head);
+            store_shared_words2(rest, tf32_rest(one, head), tf32_rest(other, other_head));
+        } else {
+            store_shared(to, head);
+            store_shared(rest, tf32_rest(one, head));
+        }
+    }
+    store_shared_float(tables + kDecay + 4 * channel, total);
+}
+
+// M and W from the sums, by one maker; lane l has column l % 8. strength: of token lane.
+DEVICE void solve(u32 shares, float strength, u32 mix, int lane) {
+    float pairs[(kPairs + 31) / 32], m[kTokens];
+#pragma unroll
+    for (int i = 0; i < (kPairs + 31) / 32; i++) {
+        const Quad share = load_shared_quad(shares + (32 * i + (kPairs < 32 ? lane % kPairs : lane)) * 16);
+        pairs[i] = (share.x + share.y) + (share.z + share.w);
+    }
+    auto pair = [&](int i, int at, bool query) -> float {
+        const int place = pair_place(i, at, query);
+        return __shfl_sync(kAllLanes, pairs[place / 32], place % 32);
+    };
     const int mine = lane & 7;
+    auto keep = [&](int row, float x) {
+        const u32 head = tf32(x);
+        if (lane < 8) {
+            store_shared(mix + (row * 8 + lane) * 4, head);
+            store_shared(mix + kMixRest - kMix + (row * 8 + lane) * 4, tf32_rest(x, head));
+        }
+    };
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
         float sum = mine == i ? 1.f : 0.f;
 #pragma unroll
-        for (int j = 0; j < i; j++) sum = fmaf(-__shfl_sync(kAllLanes, column[j], 2 * i), m[j], sum);
+        for (int j = 0; j < i; j++) sum = fmaf(-pair(j, i, false), m[j], sum);
         m[i] = sum * __shfl_sync(kAllLanes, strength, i);
+        keep(i, m[i]);
     }
 #pragma unroll
     for (int i = 0; i < kTokens; i++) {
-        w[i] = 0.f;
+        float sum = 0.f;
 #pragma unroll
-        for (int j = 0; j <= i; j++) w[i] = fmaf(__shfl_sync(kAllLanes, column[j], 16 + 2 * i), m[j], w[i]);
-    }
-}
-
-// Uses of a set of tables: how many there were so far, and how many of them consumers are known to be done with.
-struct Uses {
-    int begun = 0, done = 0;
-};
-// Waits until consumers are done with the first `count`. One after another, because a wait by parity tells neighbours
-// apart only, and other makers use the same set.
-DEVICE void wait_for_uses(Uses& uses, int count, u32 used) {
-    for (; uses.done < count; uses.done++) barrier_wait(used, uses.done & 1);
-}
-
-// Four channels of a row of q or k as they lie there.
-template <bool kVectors>
-DEVICE Words2 load_words(const u16* from) {
-    if (kVectors) return *reinterpret_cast<const Words2*>(from);
-    return Words2{from[0] | static_cast<u32>(from[1]) << 16, from[2] | static_cast<u32>(from[3]) << 16};
-}
-DEVICE Quad widen(Words2 x) { return Quad{low_bf16(x.x), high_bf16(x.x), low_bf16(x.y), high_bf16(x.y)}; }
-
-// What a lane reads of a turn's tokens. Past their end it holds the last one.
-struct Raw {
-    Words2 k[kTokens], q[kTokens];
-    Quad g[kTokens];
-    float strength;  // of token lane % 8
-};
-
-template <bool kVectors>
-DEVICE void load_rows(const StepParams& p, Raw& raw, i64 first, int tokens, int head, int lane) {
-    const int key_head = head / p.group;
-    const u16* k = p.k + first * p.k_token_stride + key_head * p.k_head_stride + 4 * lane;
-    const u16* q = p.q + first * p.q_token_stride + key_head * p.q_head_stride + 4 * lane;
-    const i64 g = first * p.g_token_stride + head * p.g_head_stride + 4 * lane;
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        const int at = min(i, tokens - 1);
-        raw.k[i] = load_words<kVectors>(k + at * p.k_token_stride);
-        raw.q[i] = load_words<kVectors>(q + at * p.q_token_stride);
-        raw.g[i] = load_four(p.g, g + at * p.g_token_stride, p.flags & kGateFloat, kVectors);
-    }
-}
-
-DEVICE void load_tokens(const StepParams& p, Raw& raw, i64 first, int tokens, int head, int lane) {
-    if (p.flags & kVectorInputs)
-        load_rows<true>(p, raw, first, tokens, head, lane);
-    else
-        load_rows<false>(p, raw, first, tokens, head, lane);
-    raw.strength = write_strength(p, first + min(lane & 7, tokens - 1), head);
-}
-
-// The table of the records that a turn folds, by one warp; `from`: of this lane, in the first of them.
-template <bool kVectors>
-DEVICE void make_fold(const float* from, i64 stride, int count, u32 folds, int lane) {
-    Quad k[kTokens], g[kTokens], total = {1, 1, 1, 1};
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        const i64 at = min(i, count - 1) * stride;
-        k[i] = load_four(from, at, true, kVectors);
-        g[i] = load_four(from, at + 128, true, kVectors);
-    }
-#pragma unroll
-    for (int i = kTokens - 1; i >= 0; i--) {
-        const bool here = i < count;
-        k[i] = here ? k[i] * total : Quad{0, 0, 0, 0};
-        total = here ? total * natural_exp(g[i]) : total;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const u32 to = folds + kFold + i * kFoldPitch + 16 * kPair * lane, rest = to + kFoldRest - kFold;
-        const Quad one = k[i], other = k[i + kTokens - 4];
-        if (kPair == 2) {
-            store_split(to, rest, Quad{one.x, other.x, one.y, other.y});
-            store_split(to + 16, rest + 16, Quad{one.z, other.z, one.w, other.w});
-        } else {
-            store_split(to, rest, one);
-        }
-    }
-    store_shared_quad(folds + kDecay + 16 * lane, total);
-}
-
-// The tables of the tokens that a turn runs, by one warp, and their records; `to`: of this lane, in the first of them.
-// `uses` of the set must end before the tables are overwritten.
-DEVICE void make_chunk(const StepParams& p, const Raw& raw, float* to, int tokens, HeadGate gate, u32 tables, u32 used,
-                       Uses& uses, int lane) {
-    Quad x[2 * kTokens], decay[kTokens];
-    float m[kTokens], w[kTokens], squares[16];
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        x[i] = i < tokens ? widen(raw.k[i]) : Quad{0, 0, 0, 0};
-        x[kTokens + i] = i < tokens ? widen(raw.q[i]) : Quad{0, 0, 0, 0};
-        decay[i] = raw.g[i];
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++) squares[i] = i < 2 * kTokens ? dot(x[i], x[i]) : 0.f;
-    log_decays<kTokens>(p, decay, gate);
-    const float square = sixteen_sums(squares, lane);
-    const float own_scale = p.flags & kL2Norm ? inverse_sqrt(square + kNormEpsilon) : 1.f;
-#pragma unroll
-    for (int i = 0; i < kTokens; i++) {
-        x[i] = x[i] * __shfl_sync(kAllLanes, own_scale, 2 * i);
-        x[kTokens + i] = x[kTokens + i] * (__shfl_sync(kAllLanes, own_scale, 2 * (kTokens + i)) * p.scale);
-        if (i < tokens) {  // no other warp reads the records that these overwrite, and this lane has read them
-            store_four(to, i * p.record_position_stride, x[i], p.flags & kVectorRecords);
-            store_four(to, i * p.record_position_stride + 128, decay[i], p.flags & kVectorRecords);
-        }
-        decay[i] = natural_exp(decay[i]);
-    }
-    mix_tokens(x, decay, (lane & 7) < tokens ? raw.strength : 0.f, m, w, lane);
-
-    wait_for_uses(uses, uses.begun, used);
-#pragma unroll
-    for (int i = 0; i < 2 * kTokens; i++)
-        store_split(tables + kOperands + i * kOperandPitch + 16 * lane,
-                    tables + kOperandsRest + i * kOperandPitch + 16 * lane, x[i]);
-    if (lane < 8) {
-#pragma unroll
-        for (int i = 0; i < 2 * kTokens; i++) {
-            const float entry = lane >= kTokens ? 0.f : i < kTokens ? m[i] : w[i - kTokens];
-            const u32 head_part = tf32(entry);
-            store_shared(tables + kMix + (i * 8 + lane) * 4, head_part);
-            store_shared(tables + kMixRest + (i * 8 + lane) * 4, tf32_rest(entry, head_part));
-        }
+        for (int j = 0; j <= i; j++) sum = fmaf(pair(j, i, true), m[j], sum);
+        keep(kTokens + i, sum);
     }
 }
 
@@ -289,21 +432,39 @@ struct Folded {
     u32 head[4], rest[4];
 };
 
-// Rows g and g + 8 of a state, channels 16 n + 4 c to 16 n + 4 c + 3, under the records. Columns of the two products
-// are channels 16 n + 2 g and 16 n + 2 g + 1, so that a lane's results are its channels.
-DEVICE void fold_records(Quad& low, Quad& high, const Folded& u, u32 folds, int n, int g, int c) {
-    const Quad decay = load_shared_quad(folds + kDecay + 64 * n + 16 * c);
-    const u32 at = folds + kFold + c * kFoldPitch + (64 * n + 8 * g) * kPair, rest = at + kFoldRest - kFold;
+// What folding takes of the tables for channels 16 n to 16 n + 15. Columns of the two products are channels 16 n + 2 g
+// and 16 n + 2 g + 1, so that a lane's results are its channels.
+struct FoldTables {
+    Quad decay;
+    u32 k[2 * kPair], rest[2 * kPair];
+};
+DEVICE FoldTables load_fold(u32 tables, int n, int g, int c) {
+    const u32 at = tables + kFold + c * kFoldPitch + (64 * n + 8 * g) * kPair, rest = at + kFoldRest - kFold;
+    FoldTables t;
+    t.decay = load_shared_quad(tables + kDecay + 64 * n + 16 * c);
+    if (kPair == 2) {
+        const Words4 x = load_shared_words4(at), y = load_shared_words4(rest);
+        t.k[0] = x.x, t.k[1] = x.y, t.k[2 * kPair - 2] = x.z, t.k[2 * kPair - 1] = x.w;
+        t.rest[0] = y.x, t.rest[1] = y.y, t.rest[2 * kPair - 2] = y.z, t.rest[2 * kPair - 1] = y.w;
+    } else {
+        const Words2 x = load_shared_words2(at), y = load_shared_words2(rest);
+        t.k[0] = x.x, t.k[1] = x.y, t.rest[0] = y.x, t.rest[1] = y.y;
+    }
+    return t;
+}
+
+// Rows g and g + 8 of a state, channels 16 n + 4 c to 16 n + 4 c + 3, under the records.
+DEVICE void fold_records(Quad& low, Quad& high, const Folded& u, const FoldTables& t) {
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};  // channels 0 and 2, 1 and 3 of the lane's
     if (kPair == 2) {
-        const Words4 k = load_shared_words4(at), k_rest = load_shared_words4(rest);
-        multiply(even, u.head, u.rest, k.x, k.y, k_rest.x, k_rest.y);
-        multiply(odd, u.head, u.rest, k.z, k.w, k_rest.z, k_rest.w);
+        multiply(even, u.head, u.rest, t.k[0], t.k[1], t.rest[0], t.rest[1]);
+        multiply(odd, u.head, u.rest, t.k[2 * kPair - 2], t.k[2 * kPair - 1], t.rest[2 * kPair - 2],
+                 t.rest[2 * kPair - 1]);
     } else {
-        const Words2 k = load_shared_words2(at), k_rest = load_shared_words2(rest);
-        mma_tf32_k4(even, u.rest, k.x), mma_tf32_k4(even, u.head, k_rest.x), mma_tf32_k4(even, u.head, k.x);
-        mma_tf32_k4(odd, u.rest, k.y), mma_tf32_k4(odd, u.head, k_rest.y), mma_tf32_k4(odd, u.head, k.y);
+        mma_tf32_k4(even, u.rest, t.k[0]), mma_tf32_k4(even, u.head, t.rest[0]), mma_tf32_k4(even, u.head, t.k[0]);
+        mma_tf32_k4(odd, u.rest, t.k[1]), mma_tf32_k4(odd, u.head, t.rest[1]), mma_tf32_k4(odd, u.head, t.k[1]);
     }
+    const Quad decay = t.decay;
     low = Quad{fmaf(low.x, decay.x, even[0]), fmaf(low.y, decay.y, odd[0]), fmaf(low.z, decay.z, even[1]),
                fmaf(low.w, decay.w, odd[1])};
     high = Quad{fmaf(high.x, decay.x, even[2]), fmaf(high.y, decay.y, odd[2]), fmaf(high.z, decay.z, even[3]),
@@ -331,34 +492,33 @@ DEVICE void multiply_operands(float (*sums)[3][4], Quad low, Quad high, u32 tabl
 }
 
 // Of a turn: what a consumer's lane reads from global memory.
-struct Inputs {
-    float u[4];       // corrections: rows g, g + 8 of record c, then of record c + 4
-    float values[4];  // v: rows g and g + 8, of tokens 2 c and 2 c + 1 each
+struct Rows4 {
+    float u[4];     // corrections: rows g, g + 8 of record c, then of record c + 4
+    u32 values[4];  // v, as bits: rows g and g + 8, of tokens 2 c and 2 c + 1 each
 };
 
-DEVICE Inputs load_inputs(const StepParams& p, const Request& r, const Turn& t, int head, int row, int c) {
-    Inputs x;
+DEVICE Rows4 load_rows(const StepParams& p, const Work& w, const Turn& t, int row, int c) {
+    Rows4 x;
+    const float* u = p.records + w.slot * p.record_stride + w.head * kRecord + 256 + row;
+    const u16* v = p.v + static_cast<i64>(w.tokens.first + t.token) * p.v_token_stride + w.head * p.v_head_stride + row;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int record = c + (i >> 1) * 4;
-        const i64 at = r.slot * p.record_stride + (t.record + record) * p.record_position_stride + head * kRecord + 256;
-        x.u[i] = record < t.folds ? p.records[at + row + (i & 1) * 8] : 0.f;
-        const int token = 2 * c + (i & 1);
-        x.values[i] =
-            token < t.tokens ? load_value(p, r.tokens.first + t.token + token, head, row + (i >> 1) * 8) : 0.f;
+        const int record = c + (i >> 1) * 4, token = 2 * c + (i & 1);
+        x.u[i] = record < t.folds ? u[(t.record + record) * p.record_position_stride + (i & 1) * Rows::kUpper] : 0.f;
+        x.values[i] = token < t.tokens ? v[token * p.v_token_stride + (i >> 1) * Rows::kUpper] : 0;
     }
     return x;
 }
 
 // Corrections and outputs of the chunk's tokens: `sums` are the state's products with keys and queries.
-DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, int head, int row, u32 tables,
-                          float (*sums)[3][4], const float* values, int g, int c) {
+DEVICE void finish_tokens(const StepParams& p, const Work& w, const Turn& t, int row, u32 tables, float (*sums)[3][4],
+                          const u32* values, int g, int c) {
     float left[4], result[kTiles][4];  // left: of the values
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float seen = sums[0][0][i] + (sums[0][1][i] + sums[0][2][i]);
-        const bool key = kTokens == 8 || c < 2;  // with four tokens, the upper columns are the queries'
-        left[i] = key ? values[i] - seen : 0.f;
+        const bool key = kTokens == 8 || c < kTokens / 2;  // with few tokens, columns after theirs are the queries'
+        left[i] = key ? __uint_as_float(values[i] << 16) - seen : 0.f;
         result[0][i] = key ? 0.f : seen;
         if (kTiles == 2) result[kTiles - 1][i] = sums[kTiles - 1][0][i] + (sums[kTiles - 1][1][i] + sums[kTiles - 1][2][i]);
     }
@@ -373,16 +533,16 @@ DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, 
         multiply(result[tile], a, a_rest, b.x, b.y, b_rest.x, b_rest.y);
     }
     // Of this lane's rows; opaque, so that no address of a store waits in a register for the products.
-    float* const records = p.records + opaque(r.slot * p.record_stride + t.token * p.record_position_stride +
-                                              head * kRecord + 256 + row);
-    u16* const out = p.out + opaque((r.tokens.first + t.token) * p.out_token_stride + head * p.out_head_stride + row);
+    float* const records = p.records + opaque(w.slot * p.record_stride + t.token * p.record_position_stride +
+                                              w.head * kRecord + 256 + row);
+    u16* const out = p.out + opaque((w.tokens.first + t.token) * p.out_token_stride + w.head * p.out_head_stride + row);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int lower = (i >> 1) * 8, column = 2 * c + (i & 1);
+        const int lower = (i >> 1) * Rows::kUpper, column = 2 * c + (i & 1);
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++) {
             const int token = (8 * tile + column) % kTokens;
-            if (token >= t.tokens) continue;
+            if (token >= t.tokens || 8 * tile + column >= 2 * kTokens) continue;
             if (8 * tile + column < kTokens)
                 records[token * p.record_position_stride + lower] = result[tile][i];
             else
@@ -391,142 +551,232 @@ DEVICE void finish_tokens(const StepParams& p, const Request& r, const Turn& t, 
     }
 }
 
-DEVICE void write_zeros(const StepParams& p, const Request& r, int head, int row, int lane) {
-    for (int j = 0; j < r.tokens.count; j++)
-        if (lane < kRows) store_output(p, r.tokens.first + j, head, row + lane, 0.f);
+DEVICE void write_zeros(const StepParams& p, const Tokens& tokens, int head, int row, int lane) {
+    for (int j = 0; j < tokens.count; j++)
+        if (lane < Rows::kRows) store_output(p, tokens.first + j, head, row + lane, 0.f);
 }
 
-// The reader of a consumer warp: its next head, and the stage that this goes to.
+// The reader of a consumer warp. It finds heads ahead of asking for their states.
 struct Reader {
-    Request request;
-    int next, end, stage = 0;
-    u32 ring, full;
+    Walk walk;
+    int found, place, stage;  // places in the list: of the next head to find and to ask for; the stage that this goes to
+    u32 ring, full, list;
 };
 
-// Asks for the next head that has a state to read.
-DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
-    for (; r.next < r.end; r.next++) {
-        const int n = r.next / p.value_heads, head = r.next - n * p.value_heads;
-        if (n != r.request.n) r.request = find_request(p, n);
-        if (r.request.turns == 0) continue;
-        Rows::fetch(p, r.ring + r.stage * kStageBytes, kStatePitch, r.request.slot * p.pool_stride + head * kMatrix,
-                    first_row, kRows, r.full + 8 * r.stage, lane);
-        r.stage = r.stage + 1 == kStages ? 0 : r.stage + 1;
-        r.next++;
-        return;
+// Finds the next head that has a state to read.
+DEVICE void find(const StepParams& p, Reader& r, bool prefetch, int first_row, int lane) {
+    Work w;
+    for (; w.slot < 0 && r.walk.left > 0; step(p, r.walk)) {
+        const Request request = read_entry(p, r.walk.entry);
+        if (request.slot < 0) write_zeros(p, request.tokens, r.walk.head, first_row, lane);
+        if (request.turns > 0) w = Work{request.slot, r.walk.head, request.accepted, request.tokens, 0};
     }
+    if (lane == 0) {
+        store_work(r.list + r.found * kWorkBytes, w);
+        if (prefetch && w.slot >= 0 && p.flags & kVectorStates)
+            Rows::prefetch(p, w.slot * p.pool_stride + w.head * kMatrix, first_row);
+    }
+    r.found = r.found + 1 == kWorks ? 0 : r.found + 1;
+    __syncwarp();
 }
 
-DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane, int begin, int end) {
-    const int g = lane >> 2, c = lane & 3, first_row = warp * kRows, row = first_row + g;
-    const u32 ring = shared + kRing + warp * kStages * kStageBytes, full = shared + kBarriers + warp * kStages * 8;
-    Reader reader;
-    reader.next = begin, reader.end = end, reader.ring = ring, reader.full = full;
-#pragma unroll 1
-    for (int i = 0; i < kStages; i++) fetch(p, reader, first_row, lane);
+// Asks for the state of a head that was found.
+DEVICE void fetch(const StepParams& p, Reader& r, int first_row, int lane) {
+    const Work w = load_work(r.list + r.place * kWorkBytes);
+    r.place = r.place + 1 == kWorks ? 0 : r.place + 1;
+    if (w.slot < 0) return;
+    Rows::fetch(p, r.ring + r.stage * Rows::kBytes, w.slot * p.pool_stride + w.head * kMatrix, first_row,
+                r.full + 8 * r.stage, lane);
+    r.stage = r.stage + 1 == kStages ? 0 : r.stage + 1;
+}
 
-    Request request;
-    int stage = 0, parity = 0, maker = 0, set = 0;
-    u32 made_parities = 0;  // a bit for each set of tables
-    for (int unit = begin; unit < end; unit++) {
-        const int n = unit / p.value_heads, head = unit - n * p.value_heads;
-        if (n != request.n) request = find_request(p, n);
-        if (request.slot < 0) write_zeros(p, request, head, first_row, lane);
-        if (request.turns == 0) continue;
-        const i64 offset = request.slot * p.pool_stride + head * kMatrix;
-        const i64 own = opaque(offset + row * 128 + 4 * c);  // this lane's first; else each store has its own address
-        const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
-        Quad low[8], high[8];  // the state, once more than one turn needs it
-        for (int index = 0; index < request.turns; index++) {
-            const Turn turn = find_turn(request, index);
-            const Inputs inputs = load_inputs(p, request, turn, head, row, c);
+DEVICE void consume(const StepParams& p, u32 shared, int warp, int lane) {
+    const int g = lane >> 2, c = lane & 3, first_row = warp * Rows::kRows, row = first_row + Rows::row(g);
+    const u32 ring = shared + kRing + warp * kStages * Rows::kBytes, full = shared + kBarriers + warp * kStages * 8;
+    const u32 list = shared + kLists + warp * kWorks * kWorkBytes;
+    Reader reader{begin_walk(p), 0, 0, 0, ring, full, list};
+#pragma unroll 1
+    for (int i = 0; i < kStages + kFar; i++) {
+        find(p, reader, i >= kStages, first_row, lane);
+        if (i < kStages) fetch(p, reader, first_row, lane);
+    }
+
+    int stage = 0, place = 0, parity = 0, set = 0, made_parity = 0;
+    Work work = load_work(list);
+    Rows4 inputs{};
+    if (work.slot >= 0) inputs = load_rows(p, work, find_turn(work.accepted, work.tokens.count, 0), row, c);
+    bool first = true;
+    while (work.slot >= 0) {
+        const i64 offset = work.slot * p.pool_stride + work.head * kMatrix;
+        const int turns = count_turns(work.accepted, work.tokens.count);
+        barrier_wait(full + 8 * stage, parity);
+        const u32 from = ring + stage * Rows::kBytes + Rows::place(g);
+        Quad low[8], high[8];  // the state: rows g and g + 8
+        auto take = [&](int i) {
+            low[i] = Rows::load(from, 4 * i + c);
+            high[i] = Rows::load(from + Rows::kUpper * Rows::kRowBytes, 4 * i + c);
+        };
+        if (kManyTurns) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) take(i);
+        }
+        Work next;
+        Rows4 ahead{};
+        // In the middle of a head's work: the copy engine has had time to read the stage of the one before, and has time
+        // to fill it.
+        auto look_ahead = [&] {
+            if (!first) {
+                if (lane == 0) wait_for_reads();
+                fetch(p, reader, first_row, lane);
+                find(p, reader, true, first_row, lane);
+            }
+            place = place + 1 == kWorks ? 0 : place + 1;
+            next = load_work(list + place * kWorkBytes);
+            if (next.slot >= 0) ahead = load_rows(p, next, find_turn(next.accepted, next.tokens.count, 0), row, c);
+        };
+
+        for (int index = 0; index < turns; index++) {
+            const Turn turn = find_turn(work.accepted, work.tokens.count, index);
+            if (index > 0) inputs = load_rows(p, work, turn, row, c);
             Folded u;
 #pragma unroll
             for (int i = 0; i < 4; i++) u.head[i] = tf32(inputs.u[i]), u.rest[i] = tf32_rest(inputs.u[i], u.head[i]);
-            if (index == 0) {
-                barrier_wait(full + 8 * stage, parity);
-                const u32 from = ring + stage * kStageBytes + g * kStatePitch;
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    low[i] = Rows::load(from, 4 * i + c);
-                    high[i] = Rows::load(from + 8 * kStatePitch, 4 * i + c);
-                }
-                __syncwarp();  // all of the stage is read
-                stage = stage + 1 == kStages ? 0 : stage + 1;
-                parity ^= stage == 0;
-                fetch(p, reader, first_row, lane);
-            }
-            barrier_wait(shared + kMade + 8 * set, made_parities >> set & 1);
-            made_parities ^= 1u << set;
+            const u32 tables = shared + kTables + set * kSetBytes;
+            barrier_wait(shared + kMade + 8 * set, made_parity);
             float sums[kTiles][3][4];
 #pragma unroll
             for (int i = 0; i < kTiles * 12; i++) sums[i / 12][i / 4 % 3][i % 4] = 0.f;
-            if (turn.stores && turn.tokens > 0 && p.flags & kVectorStates) {  // the usual turn, without branches
+            if (turn.stores && turn.tokens > 0 && p.flags & kVectorStates) {  // the usual turn
+                if (!kManyTurns) take(0);
+                FoldTables fold = load_fold(tables, 0, g, c);
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    fold_records(low[i], high[i], u, folds, i, g, c);
-                    Rows::store_vector(p, own, 0, 4 * i, low[i]);
-                    Rows::store_vector(p, own, 8, 4 * i, high[i]);
+                    if (i == 4 && index == 0) look_ahead();
+                    const FoldTables now = fold;
+                    if (i < 7) {
+                        if (!kManyTurns) take(i + 1);
+                        fold = load_fold(tables, i + 1, g, c);
+                    }
+                    fold_records(low[i], high[i], u, now);
+                    Rows::put(from, 4 * i + c, low[i]);
+                    Rows::put(from + Rows::kUpper * Rows::kRowBytes, 4 * i + c, high[i]);
                     multiply_operands(sums, low[i], high[i], tables, i, g, c);
                 }
+                fence_async_proxy();
+                __syncwarp();
+                if (lane == 0) Rows::write(p, ring + stage * Rows::kBytes, offset, first_row);
             } else {
+                if (index == 0) look_ahead();
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
-                    if (turn.folds > 0) fold_records(low[i], high[i], u, folds, i, g, c);
+                    if (!kManyTurns) take(i);
+                    if (turn.folds > 0) fold_records(low[i], high[i], u, load_fold(tables, i, g, c));
                     if (turn.stores) {
                         Rows::store(p, offset, row, 4 * i + c, low[i]);
-                        Rows::store(p, offset, row + 8, 4 * i + c, high[i]);
+                        Rows::store(p, offset, row + Rows::kUpper, 4 * i + c, high[i]);
                     }
                     if (turn.tokens > 0) multiply_operands(sums, low[i], high[i], tables, i, g, c);
                 }
             }
-            if (turn.tokens > 0)
-                finish_tokens(p, request, turn, head, row, tables, sums, inputs.values, g, c);
-            __syncwarp();  // all of the tables is read, and new corrections are there for the next turn
+            if (turn.tokens > 0) finish_tokens(p, work, turn, row, tables, sums, inputs.values, g, c);
+            __syncwarp();  // all of the tables and of the stage is read, and new corrections are there for the next turn
             if (arrives(lane)) barrier_arrive(shared + kUsed + 8 * set);
+            set = set + 1 == kSets ? 0 : set + 1;
+            made_parity ^= set == 0;
         }
-        maker = maker + 1 == kMakers ? 0 : maker + 1;
-        set = maker % kSets;
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        parity ^= stage == 0;
+        first = false;
+        work = next, inputs = ahead;
+    }
+    if (lane == 0) wait_for_reads();  // what they read must outlast them
+}
+
+DEVICE void make(const StepParams& p, u32 shared, int maker, int lane) {
+    const u32 rows = shared + kTokenRows, shares = shared + kShares;
+    Walk walk = begin_walk(p);
+    Work work = next_work(p, walk);
+    Inputs inputs{};
+    if (work.slot >= 0) load_turn(p, inputs, work, find_turn(work.accepted, work.tokens.count, 0), maker, lane);
+    Work next = next_work(p, walk);
+    prefetch_inputs(p, next, 32 * maker + lane);
+    int set = 0, free_parity = 1, solver = 0;
+    while (work.slot >= 0) {
+        const int turns = count_turns(work.accepted, work.tokens.count);
+        const Work after = next;
+        for (int index = 0; index < turns; index++) {
+            const Turn turn = find_turn(work.accepted, work.tokens.count, index);
+            if (index > 0) load_turn(p, inputs, work, turn, maker, lane);
+            if (turn.folds > 0 && maker * kOwn < kTokens) {
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) {
+                    const u32 to = rows + (3 * kTokens + maker * kOwn + i) * 512 + 16 * lane;
+                    store_shared_quad(to, inputs.old_k[i]);
+                    store_shared_quad(to + kTokens * 512, natural_exp(inputs.old_g[i]));
+                }
+            }
+            float strength = __uint_as_float(p.flags & kBetaFloat ? inputs.strength : inputs.strength << 16);
+            if (p.flags & kBetaLogits) strength = sigmoid(strength) * p.beta_scale;
+            Activated own;
+            if (turn.tokens > 0) activate(p, own, inputs, turn.tokens, rows, maker, lane);
+            if (index == turns - 1 && next.slot >= 0) {
+                load_turn(p, inputs, next, find_turn(next.accepted, next.tokens.count, 0), maker, lane);
+                next = next_work(p, walk);
+                prefetch_inputs(p, next, 32 * maker + lane);
+            }
+            meet_makers();  // all tokens are there, and all old records have been read
+
+            float x[2 * kTokens];
+            if (turn.tokens > 0) {
+                float* const to = p.records + work.slot * p.record_stride + turn.token * p.record_position_stride +
+                                  work.head * kRecord + 4 * lane;
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) {
+                    const int token = maker * kOwn + i;
+                    if (token >= turn.tokens) continue;
+                    store_four(to, token * p.record_position_stride, own.k[i], p.flags & kVectorRecords);
+                    store_four(to, token * p.record_position_stride + 128, own.g[i], p.flags & kVectorRecords);
+                }
+                multiply_pairs(x, rows, shares, maker, lane);
+            }
+            const u32 tables = shared + kTables + set * kSetBytes;
+            barrier_wait(shared + kUsed + 8 * set, free_parity);
+            if (turn.folds > 0) make_fold(tables, rows, maker, lane);
+            if (turn.tokens > 0) {
+                const u32 to = tables + kOperands + 128 * maker + 4 * lane;
+#pragma unroll
+                for (int i = 0; i < 2 * kTokens; i++) {
+                    const u32 head = tf32(x[i]);
+                    store_shared(to + i * kOperandPitch, head);
+                    store_shared(to + i * kOperandPitch + kOperandsRest - kOperands, tf32_rest(x[i], head));
+                }
+            }
+            meet_makers();  // all shares of sums are there, and new records for the turn after this
+            if (turn.tokens > 0 && maker == solver)
+                solve(shares, lane < turn.tokens ? strength : 0.f, tables + kMix, lane);
+            solver = solver + 1 == kMakers ? 0 : solver + 1;
+            __syncwarp();
+            if (arrives(lane)) barrier_arrive(shared + kMade + 8 * set);
+            set = set + 1 == kSets ? 0 : set + 1;
+            free_parity ^= set == 0;
+        }
+        work = after;
     }
 }
 
-DEVICE void make(const StepParams& p, u32 shared, int maker, int lane, int begin, int end) {
-    const int set = maker % kSets;
-    const u32 tables = shared + kChunks + set * kSetBytes, folds = shared + kFolds + maker * kFoldBytes;
-    const u32 used = shared + kUsed + 8 * set;
-    Request request;
-    Uses uses;
-    int live = 0, last = 0;  // heads with something to do; uses of the set up to this maker's last one
-    for (int unit = begin; unit < end; unit++) {
-        const int n = unit / p.value_heads, head = unit - n * p.value_heads;
-        if (n != request.n) request = find_request(p, n);
-        if (request.turns == 0) continue;
-        const int here = live++;
-        if (here % kMakers != maker) {
-            if (here % kSets == set) uses.begun += request.turns;
-            continue;
-        }
-        const HeadGate gate = head_gate(p, head, lane);
-        float* records = p.records + request.slot * p.record_stride + head * kRecord + 4 * lane;
-        for (int index = 0; index < request.turns; index++) {
-            const Turn turn = find_turn(request, index);
-            Raw raw;
-            if (turn.tokens > 0) load_tokens(p, raw, request.tokens.first + turn.token, turn.tokens, head, lane);
-            wait_for_uses(uses, last, used);
-            const float* old = records + turn.record * p.record_position_stride;
-            if (turn.folds > 0 && p.flags & kVectorRecords)
-                make_fold<true>(old, p.record_position_stride, turn.folds, folds, lane);
-            else if (turn.folds > 0)
-                make_fold<false>(old, p.record_position_stride, turn.folds, folds, lane);
-            if (turn.tokens > 0)
-                make_chunk(p, raw, records + turn.token * p.record_position_stride, turn.tokens, gate, tables, used,
-                           uses, lane);
-            // A turn that only folds must not be announced before the others' uses of the set either.
-            wait_for_uses(uses, uses.begun, used);
-            last = ++uses.begun;
-            __syncwarp();
-            if (arrives(lane)) barrier_arrive(shared + kMade + 8 * set);
-        }
+// Brings what a warp reads of the CTA's first heads into the L2 cache, by tables that may be another step's.
+DEVICE void prefetch_first(const StepParams& p, int warp, int lane) {
+    const int heads = p.segments * p.value_heads;
+#pragma unroll 1
+    for (int i = 0, at = blockIdx.x; i < kStages && at < heads; i++, at += gridDim.x) {
+        const int n = at / p.value_heads, head = at - n * p.value_heads;
+        const Request r = read_entry(p, load_entry<true>(p, n));
+        if (r.turns == 0) continue;
+        if (warp >= kConsumers)
+            prefetch_inputs(p, Work{r.slot, head, r.accepted, r.tokens, key_head(p, head)},
+                            (warp - kConsumers) * 32 + lane);
+        else if (lane == 0 && p.flags & kVectorStates)
+            Rows::prefetch(p, r.slot * p.pool_stride + head * kMatrix, warp * Rows::kRows);
     }
 }
 
@@ -537,17 +787,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
     if (threadIdx.x == 0) {
         for (int i = 0; i < kConsumers * kStages; i++) barrier_init(shared + kBarriers + 8 * i, kWarpArrivals);
         for (int i = 0; i < kSets; i++) {
-            barrier_init(shared + kMade + 8 * i, kWarpArrivals);
+            barrier_init(shared + kMade + 8 * i, kMakers * kWarpArrivals);
             barrier_init(shared + kUsed + 8 * i, kConsumers * kWarpArrivals);
         }
         barrier_init_fence();
     }
+    start_dependents();
+    prefetch_first(p, warp, lane);
+    wait_for_dependencies();
     __syncthreads();
-    const i64 heads = static_cast<i64>(p.segments) * p.value_heads;
-    const int begin = static_cast<int>(heads * blockIdx.x / gridDim.x);
-    const int end = static_cast<int>(heads * (blockIdx.x + 1) / gridDim.x);
-    if (warp < kConsumers)
-        consume(p, shared, warp, lane, begin, end);
-    else
-        make(p, shared, warp - kConsumers, lane, begin, end);
+    if (warp < kConsumers) {
+        claim_registers<kConsumerRegisters>();
+        consume(p, shared, warp, lane);
+    } else {
+        release_registers<kMakerRegisters>();
+        make(p, shared, warp - kConsumers, lane);
+    }
 }

@@ -16,7 +16,7 @@ from . import step_params
 from .prefill import multiprocessors
 from .step_params import ADDRESSES, Constants, Flags
 
-CHUNKS = (4, 8)  # tokens that a replay takes at once
+CHUNKS = (2, 4, 8)  # tokens that a replay takes at once
 _ROW_ALIGNMENT = 16  # bytes; what the copy engine asks of a state's rows
 # Which tensors must be aligned for four elements at a time.
 _VECTORS = {
@@ -28,9 +28,14 @@ _address = Tensor.data_ptr
 
 
 @functools.cache
-def replay_kernel(state_float: bool, tokens: int) -> KernelSource:
-    """The kernel that takes `tokens` at once."""
-    macros = {"KDA_STATE_FLOAT": str(state_float).lower(), "KDA_TOKENS": str(tokens)}
+def replay_kernel(state_float: bool, positions: int) -> KernelSource:
+    """The kernel of the smallest chunk that holds all positions, or of the largest, which then takes several turns."""
+    tokens = next((size for size in CHUNKS if positions <= size), CHUNKS[-1])
+    macros = {
+        "KDA_STATE_FLOAT": str(state_float).lower(),
+        "KDA_TOKENS": str(tokens),
+        "KDA_MANY_TURNS": str(positions > tokens).lower(),
+    }
     if env.racecheck():
         macros["KDA_EVERY_LANE_ARRIVES"] = "1"
     return KernelSource("replay.cu", "replay", tuple(macros.items()))
@@ -38,7 +43,7 @@ def replay_kernel(state_float: bool, tokens: int) -> KernelSource:
 
 def kernels() -> list[KernelSource]:
     """Every kernel that a step can need."""
-    return [replay_kernel(state_float, tokens) for state_float in (True, False) for tokens in CHUNKS]
+    return [replay_kernel(state_float, most) for state_float in (True, False) for most in (*CHUNKS, CHUNKS[-1] + 1)]
 
 
 def verify(call: VerifyCall) -> None:
@@ -124,16 +129,14 @@ class Prepared:
         loaded = compiler.load(self._kernel, self._device)
         constants = self._constants._replace(flags=self._constants.flags | vectors)
         grid = min(constants.segments * constants.value_heads, multiprocessors(self._device))
-        shape = Shape(loaded.function, (grid, 1, 1), loaded.threads, loaded.shared_bytes)
+        shape = Shape(loaded.function, (grid, 1, 1), loaded.threads, loaded.shared_bytes, overlap=True)
         return Launches(
             self._device, [(shape, (0,))], step_params.pack(constants), step_params.addresses(self._present)
         )
 
 
 def _kernel(pool: Tensor, records: Tensor) -> KernelSource:
-    """That of the smallest chunk that holds all positions, or of the largest."""
-    tokens = next((size for size in CHUNKS if records.shape[1] <= size), CHUNKS[-1])
-    return replay_kernel(pool.dtype is torch.float32, tokens)
+    return replay_kernel(pool.dtype is torch.float32, records.shape[1])
 
 
 def _inputs(call: VerifyCall) -> tuple[Tensor | None, ...]:
