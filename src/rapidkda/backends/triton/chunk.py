@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .blocks import L2_EPS, exp, log_decay, narrow, trips, usable, without_product, write_strength
+from .blocks import L2_EPS, exp, log_decay, narrow, trips, usable, within, without_product, write_strength
 
-SIZES = ["pool_rows", "pad_slot", "positions", "group"]
+SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 MOST = 8  # tokens of a chunk
 HALF = tl.constexpr(MOST)  # a chunk's rows on the matrix units: its keys, then its queries
 
@@ -89,7 +89,7 @@ def _put(items, at: tl.constexpr, item):
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def chunk_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
-    pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
+    tokens, pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -102,10 +102,10 @@ def chunk_kernel(
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     slot = tl.load(p_slot + n * slots_s).to(tl.int64)
     real = usable(slot, pool_rows, pad_slot)
-    count = tl.minimum(tl.load(p_length + n * length_s), positions)
+    first, count = within(tl.load(p_first + n * first_s), tl.load(p_length + n * length_s), tokens)
+    first, count = first.to(tl.int64), tl.minimum(count, positions)
     taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
     taken = tl.where(real & (count > 0), taken, 0)
-    first = tl.load(p_first + n * first_s).to(tl.int64)
     channels = _all_channels(K, WARPS)
     warp = tl.arange(0, WARPS)[:, None]
     p_records += slot * records_s + head * (2 * K + V)

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, usable, write_strength
+from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, usable, within, write_strength
 
-SIZES = ["pool_rows", "pad_slot", "positions", "group"]
+SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 MOST = 2  # tokens
 
 
@@ -31,7 +31,7 @@ def _unit(x, L2NORM: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def pair_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
-    pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
+    tokens, pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -44,9 +44,9 @@ def pair_kernel(
     channels = tl.broadcast_to(tl.arange(0, K)[None, None, :], [WARPS, 1, K])
     warp = tl.arange(0, WARPS)[:, None]
     slot = tl.load(p_slot + n * slots_s).to(tl.int64)
-    count = tl.minimum(tl.load(p_length + n * length_s), positions)
+    first, count = within(tl.load(p_first + n * first_s), tl.load(p_length + n * length_s), tokens)
+    first, count = first.to(tl.int64), tl.minimum(count, positions)
     taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
-    first = tl.load(p_first + n * first_s).to(tl.int64)
     real = usable(slot, pool_rows, pad_slot)
     taken = tl.where(real & (count > 0), taken, 0)
     p_records += slot * records_s + head * (2 * K + V)

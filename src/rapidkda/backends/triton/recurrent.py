@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
 from . import chunk, config, launch, pair
-from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, take_turn, trips, usable, write_strength
+from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, take_turn, trips, usable, within, write_strength
 
-SIZES = ["pool_rows", "pad_slot", "positions", "group"]
+SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 SM90_ROWS = 16  # value rows of a program in Gluon: those of a product of the matrix units
 
 
@@ -86,7 +86,7 @@ def _step(state, q, k, v, g, b):
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_first, p_length, p_read, p_write, p_accepted,
-    pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
+    tokens, pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, read_s, write_s, write_j, accepted_s, pool_s,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -105,8 +105,8 @@ def step_kernel(
     channels = tl.arange(0, K)
     if OVERLAP:
         take_turn()
-    count = tl.load(p_length + n * length_s)
-    first = tl.load(p_first + n * first_s).to(tl.int64)
+    first, count = within(tl.load(p_first + n * first_s), tl.load(p_length + n * length_s), tokens)
+    first = first.to(tl.int64)
     if VERIFY:
         accepted = tl.load(p_accepted + n * accepted_s).to(tl.int64)
         start = tl.minimum(tl.maximum(accepted, 1), positions) - 1
@@ -244,7 +244,7 @@ def _bind_sm90(call: DecodeCall) -> launch.Launch:
     return sm90_steps().bind(
         pool.device,
         (segments.count * heads * (tokens.value_dim // SM90_ROWS), 1, 1),
-        (pool.shape[0], call.pad_slot, *launch.scalars(tokens)),
+        (tokens.count, pool.shape[0], call.pad_slot, *launch.scalars(tokens)),
         (
             *launch.strides(tokens),
             *call.out.stride()[:2],
@@ -292,11 +292,19 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
     caching = ("", "") if wide else ("evict_first", ".cs")
     heads = tokens.value_heads if wide and accepted is None else 0
     blocks = segments.count * (tokens.value_dim // block)
+    group = tokens.value_heads // tokens.heads
     overlap = config.machine(pool.device).overlap
     return _steps.bind(
         pool.device,
         (blocks * heads, 1, 1) if heads else (blocks, tokens.value_heads, 1),
-        (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
+        (
+            tokens.count,
+            pool.shape[0],
+            call.pad_slot,
+            positions,
+            group,
+            *launch.scalars(tokens),
+        ),
         (
             *launch.strides(tokens),
             *call.out.stride()[:2],
@@ -337,12 +345,20 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
     chunked = positions > pair.MOST
     launcher = chunk.launcher if chunked else pair.launcher
     programs = segments.count * tokens.value_heads
+    group = tokens.value_heads // tokens.heads
 
     def bind(elements: int, warps: int) -> launch.Launch:
         return launcher.bind(
             pool.device,
             (programs, 1, 1),
-            (pool.shape[0], call.pad_slot, positions, tokens.value_heads // tokens.heads, *launch.scalars(tokens)),
+            (
+                tokens.count,
+                pool.shape[0],
+                call.pad_slot,
+                positions,
+                group,
+                *launch.scalars(tokens),
+            ),
             (
                 *launch.strides(tokens),
                 *call.out.stride()[:2],

@@ -25,6 +25,7 @@ from .blocks import (
     take_turn,
     usable,
     widened,
+    within,
     write_strength,
 )
 
@@ -57,10 +58,10 @@ def _sums(state_s, vectors_s, key, query, VB: gl.constexpr, K: gl.constexpr):
     return gl.convert_layout(gl.sum(by_key, 1), VALUE), gl.convert_layout(gl.sum(by_query, 1), VALUE)
 
 
-@gluon.jit(do_not_specialize=["pool_rows", "pad_slot"], do_not_specialize_on_alignment=launch.TABLES)
+@gluon.jit(do_not_specialize=["tokens", "pool_rows", "pad_slot"], do_not_specialize_on_alignment=launch.TABLES)
 def step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_first, p_length, p_read, p_write,
-    pool_rows, pad_slot, scale, beta_scale, lower_bound,
+    tokens, pool_rows, pad_slot, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h, first_s, length_s, read_s, write_s, pool_s,
     GATE: gl.constexpr, LOGITS: gl.constexpr, L2NORM: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     VB: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
@@ -88,8 +89,8 @@ def step_kernel(
     take_turn()
     slot = gl.load(p_read + spread(n, read_s))
     target = gl.load(p_write + spread(n, write_s))
-    first = gl.load(p_first + spread(n, first_s))
-    some = gl.load(p_length + spread(n, length_s)) > 0
+    first, count = within(gl.load(p_first + spread(n, first_s)), gl.load(p_length + spread(n, length_s)), tokens)
+    some = count > 0
     real = some & usable(slot, pool_rows, pad_slot) & usable(target, pool_rows, pad_slot)
     # No branch on `real`: the compiler would move reads from before it, and from different places in it, behind it
     channel = gl.arange(0, K, CHANNEL)

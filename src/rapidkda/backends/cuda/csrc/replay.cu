@@ -20,6 +20,7 @@
 #include "steps.cuh"
 
 constexpr int kTokens = KDA_TOKENS;
+constexpr bool kPrefetchStates = KDA_TOKENS == 2;  // into L2, two heads ahead; with more to do a head it only costs
 constexpr bool kManyTurns = KDA_MANY_TURNS;  // a request may have more tokens or records than that
 constexpr int kTiles = kTokens == 8 ? 2 : 1;  // of 8 columns: the keys' products, then the queries', of a chunk
 constexpr int kOperandRows = 8 * kTiles;      // the first 2 kTokens of which are in use
@@ -573,7 +574,7 @@ DEVICE void find(const StepParams& p, Reader& r, bool prefetch, int first_row, i
     }
     if (lane == 0) {
         store_work(r.list + r.found * kWorkBytes, w);
-        if (prefetch && w.slot >= 0 && p.flags & kVectorStates)
+        if (kPrefetchStates && prefetch && w.slot >= 0 && p.flags & kVectorStates)
             Rows::prefetch(p, w.slot * p.pool_stride + w.head * kMatrix, first_row);
     }
     r.found = r.found + 1 == kWorks ? 0 : r.found + 1;
