@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import ConvCall
-from . import config, launch
-from .blocks import narrow, sigmoid, take_turn, trips, usable, within
+from . import launch
+from .blocks import narrow, sigmoid, trips, usable, within
 
 TILE = 128  # tokens of a program in long segments
 ROWS = 16  # of them in flight at once
@@ -107,11 +107,8 @@ def conv_kernel(
     checkpoint_s, checkpoint_entry_s, checkpoint_channel_s,
     W: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
     SCAN: tl.constexpr, ONE_TILE: tl.constexpr, KEEP_ALL: tl.constexpr, SILU: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, channel blocks); ONE_TILE: no segment has more than BT tokens and program n takes segment n."""
-    if OVERLAP:
-        take_turn()
     channels = tl.program_id(1) * BC + tl.arange(0, BC)
     in_channels = channels < channels_total
     if ONE_TILE:
@@ -248,7 +245,6 @@ def _bind(call: ConvCall) -> launch.Launch:
     tiles = segments.count if one_tile else -(-x.shape[0] // rows) + segments.count
     window = triton.next_power_of_2(max(entries, width - 1) if call.keep_all else width - 1)
     table_strides = [launch.stride(table) for table in _tables(call)]
-    overlap = config.machine(x.device).overlap
     return _conv.bind(
         x.device,
         (tiles, triton.cdiv(channels, block), 1),
@@ -271,7 +267,6 @@ def _bind(call: ConvCall) -> launch.Launch:
             *table_strides[2:],
             *_pool_strides(call.checkpoint_pool, call.channels_last),
         ),
-        (width, rows, min(rows, ROWS), block, window, SCAN, one_tile, call.keep_all, call.silu, overlap),
+        (width, rows, min(rows, ROWS), block, window, SCAN, one_tile, call.keep_all, call.silu),
         num_warps=warps,
-        overlap=overlap,
     )

@@ -8,20 +8,18 @@ import triton
 import triton.language as tl
 
 from ...problem import NormCall
-from . import config, launch, plan
-from .blocks import narrow, sigmoid, take_turn, within
+from . import launch, plan
+from .blocks import narrow, sigmoid, within
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=launch.TABLES)
 def norm_kernel(
     p_x, p_z, p_weight, p_out, p_first, p_length, tokens, heads, eps,
     weight_s, x_t, x_h, z_t, z_h, o_t, o_h, first_s, length_s,
-    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, SILU: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """A program takes BR (token, head) rows. Grid (T * H / BR), or segments first, then the most that one of them needs
     along the other two axes: `plan.tile_grid`."""
-    if OVERLAP:
-        take_turn()
     block = tl.program_id(0)
     if p_first is not None:
         block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -78,7 +76,6 @@ def _bind(call: NormCall) -> launch.Launch:
     if call.segments is not None:
         grid = plan.tile_grid(triton.cdiv(call.segments.max_length * heads, rows), call.segments.count)
         table_strides = (call.segments.first_token.stride(0), call.segments.length.stride(0))
-    overlap = config.machine(call.x.device).overlap
     return _norm.bind(
         call.x.device,
         grid,
@@ -90,7 +87,6 @@ def _bind(call: NormCall) -> launch.Launch:
             *call.out.stride()[:2],
             *table_strides,
         ),
-        (dim, padded, rows, call.activation == "silu", overlap),
+        (dim, padded, rows, call.activation == "silu"),
         num_warps=4,
-        overlap=overlap,
     )
