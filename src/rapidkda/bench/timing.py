@@ -19,7 +19,7 @@ Call = Callable[[], None]
 
 # The least that a timed graph takes. The start of one is 2 us, and its launch on the host more; engines pay that once
 # for a whole model, not for every operator.
-GRAPH_US = 2000.0
+GRAPH_US = 500.0
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,3 @@ template <int kRegisters>
 DEVICE void claim_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// In a launch that may overlap the one before it: the next kernel's CTAs may start where there is room; and everything
-// that kernels before this one wrote is there, and what they read may be overwritten. Without such launches, nothing.
-DEVICE void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
