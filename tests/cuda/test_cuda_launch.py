@@ -446,6 +446,32 @@ def test_a_layer_without_tokens_is_launched(layers: list[bytes], monkeypatch: py
         assert not any(one[neighbours.MAPS_AT : neighbours.MAPS_AT + 512].strip(b"\0") for one in layers)
 
 
+@pytest.mark.parametrize(("version", "overlaps"), [(12020, False), (12030, True), (13000, True)])
+def test_launches_overlap_where_the_driver_has_graphs_of_such(
+    version: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Library:
+        def cuDriverGetVersion(self, to: Any) -> int:
+            to._obj.value = version
+            return 0
+
+    told: list[int] = []
+
+    def launch(configuration_at: int, function: int, pointers_at: int, extra: None) -> int:
+        told.append(driver._Configuration.from_address(configuration_at).attribute_count)
+        return 0
+
+    monkeypatch.setattr(driver, "_library", Library)
+    monkeypatch.setattr(driver, "_entry", lambda name: launch)
+    driver.may_overlap.cache_clear()
+    try:
+        shapes = [driver.Shape(1, (1, 1, 1), 32, 0, overlap=overlap) for overlap in (True, False)]
+        driver.Launches(0, [(shape, (0,)) for shape in shapes], bytes(8), struct.Struct("q"))(7, (3,))
+    finally:
+        driver.may_overlap.cache_clear()
+    assert told == [int(overlaps), 0]
+
+
 def test_a_failed_launch_is_told_by_the_name_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         @staticmethod

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_OVERLAP_SINCE = 12030  # CUDA 12.3: graphs hold launches that overlap
 
 
 class Shape(NamedTuple):
@@ -105,6 +106,7 @@ class _Frame:
     def __init__(self, kernels: Sequence[tuple[Shape, Sequence[int]]], parameters: bytes):
         self.parameters = ctypes.create_string_buffer(parameters, len(parameters))
         start = ctypes.addressof(self.parameters)
+        overlaps = [shape.overlap and may_overlap() for shape, _ in kernels]
         overlap = ctypes.addressof(_OVERLAP)
         self._pointers = [
             (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets]) for _, offsets in kernels
@@ -114,10 +116,10 @@ class _Frame:
                 shape.grid,
                 (shape.threads, 1, 1),
                 shape.shared_bytes,
-                attributes=overlap if shape.overlap else None,
-                attribute_count=int(shape.overlap),
+                attributes=overlap if overlapped else None,
+                attribute_count=int(overlapped),
             )
-            for shape, _ in kernels
+            for (shape, _), overlapped in zip(kernels, overlaps, strict=True)
         ]
         self.launches = [  # arguments of cuLaunchKernelEx
             (ctypes.addressof(configuration), shape.function, ctypes.addressof(pointers), None)
@@ -130,6 +132,18 @@ class _Frame:
         for configuration in self._configurations:
             configuration.stream = stream
         self.stream = stream
+
+
+@functools.cache
+def may_overlap() -> bool:
+    """Whether the driver knows launches that start before the one before them has ended, in graphs too. Where it does
+    not, kernels wait for nothing and run one after another."""
+    try:
+        version = ctypes.c_int()
+        _check(_library().cuDriverGetVersion(ctypes.byref(version)))
+    except OSError:  # no driver: nothing is launched
+        return True
+    return version.value >= _OVERLAP_SINCE
 
 
 @functools.cache
