@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -19,7 +19,7 @@ TABLES = {"behind": (2, 40), "across": (-1, 2), "before": (-40, 40), "negative":
 @case("tables", operator=("decode", "verify_slots", "verify_replay", "conv", "prefill"), table=tuple(TABLES))
 def rows_beyond_the_call_are_not_written(target: Target, operator: str, table: str) -> None:
     """A table may hold anything: what lies around the outputs and in other slots stays as it is. (The host refuses such
-    tables where it sees them; a backend that reads them on the host may refuse them too.)"""
+    tables where it sees them.)"""
     step = Step(target, operator)
     step.start_over()
     step.pool.before = step.pool.storage.clone()
@@ -33,7 +33,8 @@ def rows_beyond_the_call_are_not_written(target: Target, operator: str, table: s
     first[1::2] += past if past < 0 else tokens + past
     length[1::2] += more
     step.segments = Segments(first, length, step.segments.max_length)
-    with suppress(ValueError, RuntimeError, IndexError):
+    # The torch backend reads tables on the host, and may refuse what it cannot index.
+    with suppress(ValueError, RuntimeError, IndexError) if target.name == "torch" else nullcontext():
         step.run()
     all_zero("rows before the outputs", rows[:80])
     all_zero("rows behind the outputs", rows[80 + tokens :])

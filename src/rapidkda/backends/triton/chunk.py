@@ -22,7 +22,6 @@ import triton.language as tl
 from . import launch
 from .blocks import L2_EPS, exp, log_decay, narrow, trips, usable, within, without_product, write_strength
 
-SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 MOST = 8  # tokens of a chunk
 HALF = tl.constexpr(MOST)  # a chunk's rows on the matrix units: its keys, then its queries
 
@@ -86,7 +85,7 @@ def _put(items, at: tl.constexpr, item):
     return result
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=launch.STEP_SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def chunk_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
     tokens, pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,

@@ -25,6 +25,8 @@ from ..driver import Launches, Shape
 # Segment and slot tables are slices of one buffer: their alignment changes with the number of segments, and must not
 # make another kernel of a call.
 TABLES = ["p_first", "p_length", "p_read", "p_write", "p_has", "p_accepted", "p_begin", "p_offset", "p_slot"]
+# Sizes of decode, verification and commit, which change from step to step and must not either.
+STEP_SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 
 GATE_CODES: dict[GateKind, int] = {"log_decay": 0, "bounded": 1, "softplus": 2}  # as in blocks.py
 

@@ -16,7 +16,6 @@ import triton.language as tl
 from . import launch
 from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, usable, within, write_strength
 
-SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 MOST = 2  # tokens
 
 
@@ -28,7 +27,7 @@ def _unit(x, L2NORM: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=launch.STEP_SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def pair_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
     tokens, pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,

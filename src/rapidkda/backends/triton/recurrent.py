@@ -22,7 +22,6 @@ from ...problem import CommitCall, DecodeCall, VerifyCall
 from . import chunk, config, launch, pair
 from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, take_turn, trips, usable, within, write_strength
 
-SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 SM90_ROWS = 16  # value rows of a program in Gluon: those of a product of the matrix units
 
 
@@ -83,7 +82,7 @@ def _step(state, q, k, v, g, b):
     return state + u[:, None] * k[None, :], out
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=launch.STEP_SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_first, p_length, p_read, p_write, p_accepted,
     tokens, pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
@@ -167,7 +166,7 @@ def _replay(
     return state
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=launch.TABLES)
+@triton.jit(do_not_specialize=launch.STEP_SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def commit_kernel(
     p_pool, p_records, p_slot, p_accepted, pool_rows, pad_slot, positions,
     slots_s, accepted_s, pool_s, records_s, records_j,
@@ -297,14 +296,7 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
     return _steps.bind(
         pool.device,
         (blocks * heads, 1, 1) if heads else (blocks, tokens.value_heads, 1),
-        (
-            tokens.count,
-            pool.shape[0],
-            call.pad_slot,
-            positions,
-            group,
-            *launch.scalars(tokens),
-        ),
+        (tokens.count, pool.shape[0], call.pad_slot, positions, group, *launch.scalars(tokens)),
         (
             *launch.strides(tokens),
             *call.out.stride()[:2],
@@ -351,14 +343,7 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
         return launcher.bind(
             pool.device,
             (programs, 1, 1),
-            (
-                tokens.count,
-                pool.shape[0],
-                call.pad_slot,
-                positions,
-                group,
-                *launch.scalars(tokens),
-            ),
+            (tokens.count, pool.shape[0], call.pad_slot, positions, group, *launch.scalars(tokens)),
             (
                 *launch.strides(tokens),
                 *call.out.stride()[:2],
