@@ -180,9 +180,14 @@ class VerifyCall:
     Slot per position (`records` is None): slots [N, 1 + k_max]. Start from slots[n, a - 1] with
     a = clamp(accepted[n], 1, 1 + k_max); the state after token j goes to slots[n, j].
 
-    Replay (`records` given): slots [N]. Apply the first a = clamp(accepted[n], 0, 1 + k_max) records of the slot to
-    its state, store that state in the slot, then run the tokens from it and store their records; the state after the
-    tokens is not stored.
+    Replay (`records` given): slots [N]. Apply the first a = clamp(accepted[n], 0, R) records of the slot to its state,
+    store that state in the slot, then run the tokens from it and store their records; the state after the tokens is
+    not stored. R = 1 + k_max.
+
+    Replay with deferred states (`held` given too): R >= 1 + k_max, and the state is stored only where the records are
+    full. For each head, t = min(h + a, R) records are applied, with h = clamp(held[slot], 0, R), or 0 if a is 0. Where
+    t records and those of the tokens fit into R rows, the state in memory stays and the new records follow the t ones;
+    else the state is stored and they start at row 0. held[slot] becomes the row before which they start.
     """
 
     tokens: Tokens
@@ -191,7 +196,8 @@ class VerifyCall:
     pool: Tensor
     slots: Tensor  # int32/int64 [N, 1 + k_max] or [N]
     accepted: Tensor  # int32/int64 [N]
-    records: Tensor | None  # float32 [S, 1 + k_max, HV, 2K + V], dense per slot: k | log decay | correction u
+    records: Tensor | None  # float32 [S, R, HV, 2K + V], dense per slot: k | log decay | correction u
+    held: Tensor | None  # int32 [S, HV], contiguous
     state_v_first: bool
     pad_slot: int
     memo: Memo = field(init=False, default_factory=dict)
@@ -200,10 +206,14 @@ class VerifyCall:
 
 @dataclass(slots=True, eq=False)
 class CommitCall:
-    """Apply the first `accepted` records of each slot to its state, in place; 0 leaves the state bit-unchanged."""
+    """Apply the accepted records of each slot to its state, in place; 0 leaves the state bit-unchanged.
+
+    As many as `VerifyCall` applies, with or without `held`, which is left as it is.
+    """
 
     pool: Tensor
     records: Tensor
+    held: Tensor | None
     slots: Tensor  # [N]
     accepted: Tensor  # [N]
     state_v_first: bool

@@ -97,6 +97,7 @@ def verify(batch: int, replay: bool, most: int = 2, **options: object) -> Verify
         slots=slots[:batch] if replay else slots.view(batch, most),
         accepted=torch.ones(batch, dtype=torch.int32),
         records=torch.zeros(most * batch, most, inputs.value_heads, width) if replay else None,
+        held=None,
         state_v_first=True,
         pad_slot=-1,
     )
@@ -106,7 +107,7 @@ def commit(batch: int) -> CommitCall:
     call = verify(batch, replay=True)
     records = call.records
     assert records is not None
-    return CommitCall(call.pool, records, call.slots, call.accepted, True, -1)
+    return CommitCall(call.pool, records, call.held, call.slots, call.accepted, True, -1)
 
 
 def conv(lens: Sequence[int], keep_all: bool = False) -> ConvCall:

@@ -51,6 +51,7 @@ class Request:
     raw_beta: bool = True  # logits
     neg_eigval: bool = False  # the sigmoid of beta doubled
     rollback: Rollback = "replay"  # of verify; a commit belongs to replay
+    deferred: bool = False  # replay that stores states only where records are full (`held`)
 
 
 class Backend(Protocol):

@@ -245,15 +245,30 @@ def checkpoint_values(
 
 
 def records(value: object, rows: int, inner: tuple[int, int], device: torch.device) -> Tensor:
-    """Check draft records: float32 [S, 1 + k_max, HV, 2K + V], dense within a slot."""
+    """Check draft records: float32 [S, R, HV, 2K + V], dense within a slot."""
     value = checks.tensor("records", value)
     checks.dtype("records", value, (torch.float32,))
-    checks.shape("records", value, (rows, None, *inner), "[S, 1 + k_max, HV, 2K + V]")
+    checks.shape("records", value, (rows, None, *inner), "[S, R, HV, 2K + V]")
     if value.shape[1] < 1:
         raise ValueError(f"records must hold at least 1 token a slot, got shape {list(value.shape)}")
     checks.same_device("records", value, device)
     checks.dense_inner("records", value)
     checks.no_self_overlap("records", value)
+    return value
+
+
+def held(value: object, records: Tensor | None, device: torch.device) -> Tensor | None:
+    """Check how many records lay before those of the last step: int32 [S, HV], contiguous; None without records."""
+    if value is None:
+        return None
+    if records is None:
+        raise ValueError("held must be None without records, got a tensor")
+    value = checks.tensor("held", value)
+    checks.dtype("held", value, (torch.int32,))
+    checks.shape("held", value, (records.shape[0], records.shape[2]), "[S, HV]")
+    checks.same_device("held", value, device)
+    if not value.is_contiguous():
+        raise ValueError(f"held must be contiguous, got strides {list(value.stride())}")
     return value
 
 

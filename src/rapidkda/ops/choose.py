@@ -26,6 +26,7 @@ def choose(
     checkpoints: bool = False,
     requires_grad: bool = False,
     rollback: Rollback = "replay",
+    deferred: bool = False,
 ) -> Backend:
     """The backend for a KDA call on these tokens and this state pool."""
     request = Request(
@@ -45,6 +46,7 @@ def choose(
         raw_beta=tokens.beta_logits,
         neg_eigval=tokens.beta_scale != 1.0,
         rollback=rollback,
+        deferred=deferred,
     )
     return resolved(request, backend, _variable(op))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import checks, env
 from ..backends.base import Request
 from ..device import Device
-from ..problem import CommitCall, DecodeCall, PrefillCall, Tokens, VerifyCall
+from ..problem import CommitCall, DecodeCall, PrefillCall, Rollback, Tokens, VerifyCall
 from ..segments import Checkpoints, Segments
 from . import bind, bind_requests, kinds, tables
 from .choose import BackendLike, choose, resolved, workspace_needed
@@ -282,6 +282,7 @@ def verify(
     slots: Tensor,
     accepted: Tensor,
     records: Tensor | None = None,
+    held: Tensor | None = None,
     out: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -300,12 +301,17 @@ def verify(
     `accepted[n]` is how many tokens of the request's previous verify step were accepted, 1 to 1 + k; 0 says that the
     previous step was no verify step. Values outside are clamped (and refused in debug mode).
 
-    Two forms of rollback, with the same results:
+    Three forms of rollback, with the same results:
         slot per position (`records` is None): slots [N, 1 + k_max]; start from the state in slots[n, accepted - 1]
             (slots[n, 0] for 0), store the state after token j in slots[n, j].
         replay (`records` given): slots [N]; apply the first `accepted` records to the state of the slot, store it,
             run the tokens from it and store their records instead of their states.
             records: float32 [S, 1 + k_max, HV, 2K + V], one row a pool slot: k | log decay | correction.
+        replay with deferred states (`held` given too): the state is stored only where the records are full, and those
+            of accepted tokens are kept and applied anew until then. Faster from two steps' records a slot on.
+            records: float32 [S, R, HV, 2K + V] with R >= 1 + k_max.
+            held: int32 [S, HV], contiguous, kept by the operator: records before those of the last step. Needs no
+            initial value: `accepted` 0 starts anew. The state of the slot is that of `commit` with the same `held`.
 
     Other arguments as in `prefill`. Returns `out` [T, HV, V].
     """
@@ -324,7 +330,7 @@ def verify(
         env.DECODE_BACKEND,
         segments,
         None,
-        (*inputs, A_log, dt_bias, slots, accepted, records, out),
+        (*inputs, A_log, dt_bias, slots, accepted, records, held, out),
         (*options, state_v_first, pad_slot),
     )
     if kind is None:
@@ -342,6 +348,7 @@ def verify(
         else:
             inner = (tokens.value_heads, 2 * tokens.key_dim + tokens.value_dim)
             most = bind_requests.records(records, state.shape[0], inner, device).shape[1]
+        bind_requests.held(held, records, device)
         segments = bind_requests.segment_table(segments, tokens.count, device, max_length=most)
         if records is None:
             bind_requests.slots("slots", slots, (segments.count, most), "[N, 1 + k_max]", device)
@@ -353,7 +360,8 @@ def verify(
         covered = bind.covers(segments, tokens.count)
         if out is not None:
             bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)
-        chosen = choose("verify", tokens, state, backend, rollback="slots" if records is None else "replay")
+        rollback: Rollback = "slots" if records is None else "replay"
+        chosen = choose("verify", tokens, state, backend, rollback=rollback, deferred=held is not None)
         kind = kinds.keep(key, kinds.Kind(chosen, terms, covered))
     else:
         if out is not None:
@@ -371,6 +379,7 @@ def verify(
         slots=slots,
         accepted=accepted,
         records=records,
+        held=held,
         state_v_first=state_v_first,
         pad_slot=pad_slot,
     )
@@ -386,16 +395,24 @@ def commit(
     records: Tensor,
     slots: Tensor,
     accepted: Tensor,
+    held: Tensor | None = None,
     state_v_first: bool = True,
     pad_slot: int = -1,
     backend: BackendLike = None,
 ) -> None:
-    """Apply the first `accepted` draft records of each slot to its state, in place (replay form of `verify`).
+    """Apply the accepted records of each slot to its state, in place (replay form of `verify`).
 
-    Used when a request leaves speculation. `accepted` 0 leaves a state bit-unchanged. Shapes as in `verify`.
+    Used when a request leaves speculation, once: its next verification says `accepted` 0. `accepted` 0 leaves a state
+    bit-unchanged. Shapes as in `verify`; `held` as the verifications had it, which is read only.
     """
     key, kind, given = kinds.find(
-        "commit", backend, env.DECODE_BACKEND, None, None, (state, records, slots, accepted), (state_v_first, pad_slot)
+        "commit",
+        backend,
+        env.DECODE_BACKEND,
+        None,
+        None,
+        (state, records, slots, accepted, held),
+        (state_v_first, pad_slot),
     )
     if kind is None:
         checks.tensor("state", state)
@@ -408,6 +425,7 @@ def commit(
         checks.dense_inner("state", state)
         checks.no_self_overlap("state", state)
         bind_requests.records(records, state.shape[0], (state.shape[1], 2 * key_dim + value_dim), state.device)
+        bind_requests.held(held, records, state.device)
         checks.tensor("slots", slots)
         if slots.ndim != 1:
             raise ValueError(f"slots must have shape [N], got {list(slots.shape)}")
@@ -416,11 +434,14 @@ def commit(
         bind_requests.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
         bind_requests.accepted(accepted, slots.shape[0], records.shape[1], state.device)
         # The verifications that left the records are not known here: asked is the least that any of them may have.
-        request = Request("verify", Device.of(state.device), torch.bfloat16, key_dim, value_dim, "bounded", state.dtype)
+        device = Device.of(state.device)
+        request = Request(
+            "verify", device, torch.bfloat16, key_dim, value_dim, "bounded", state.dtype, deferred=held is not None
+        )
         kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
     elif kind.repeats(given, None, None):
         return
-    call = CommitCall(state, records, slots, accepted, state_v_first, pad_slot)
+    call = CommitCall(state, records, held, slots, accepted, state_v_first, pad_slot)
     call.memo = kind.memo
     kind.backend.commit(call)
     kind.learn(call.repeat, given, None, None)

@@ -121,7 +121,8 @@ def drafts_committed_at_once(original: Any, call: VerifyCall) -> None:
     original(call)
     if call.records is not None:
         count = call.segments.length.to(call.accepted.dtype)
-        TorchBackend().commit(CommitCall(call.pool, call.records, call.slots, count, call.state_v_first, call.pad_slot))
+        whole = CommitCall(call.pool, call.records, None, call.slots, count, call.state_v_first, call.pad_slot)
+        TorchBackend().commit(whole)
 
 
 @wraps("commit", caught_by=("B60",))

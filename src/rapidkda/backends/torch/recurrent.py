@@ -1,4 +1,4 @@
-"""The token recurrence on pools: decode, speculative verification in both forms, and commit.
+"""The token recurrence on pools: decode, speculative verification in all forms, and commit.
 
 Source of the method: Kimi Linear (arXiv 2510.26692), section 3. Rows run as one batch; a verification loops over the
 positions of its drafts. States keep the pool's layout, so nothing is transposed.
@@ -167,7 +167,7 @@ def _apart(call: DecodeCall, real: Tensor) -> bool:
 
 
 def verify(call: VerifyCall) -> None:
-    """`Backend.verify`: both forms, in place on the pool and the records."""
+    """`Backend.verify`: all forms, in place on the pool and the records."""
     if call.tokens.count > 0:
         for here in blocks(call.segments.count, call.pool):
             _verify_rows(call, here)
@@ -187,7 +187,11 @@ def _verify_rows(call: VerifyCall, here: slice) -> None:
     if records is None:
         state = pools.read_rows(pool, current, real).to(dtype)
     else:
-        state = _replay(pool, records, current, accepted, real, call.state_v_first, dtype)
+        taken = _taken(records, call.held, current, accepted, real)
+        fits = taken + length.unsqueeze(1) <= records.shape[1]
+        base = torch.zeros_like(taken) if call.held is None else torch.where(fits, taken, 0)
+        state = _replay(pool, records, current, taken, real, taken > base, call.state_v_first, dtype)
+    made: list[Tensor] = []
     for j in range(call.segments.max_length):
         present = length > j
         index = torch.where(present, first + j, 0)
@@ -198,31 +202,65 @@ def _verify_rows(call: VerifyCall, here: slice) -> None:
             target = slots[:, j]
             mask = real & present & pools.usable(target, pool.shape[0], call.pad_slot)
             pools.write_rows(pool, target, state, mask)
+            continue
+        record = torch.cat([rows.k, rows.g, u], dim=-1)
+        if call.held is None:
+            pools.write_rows(records[:, j], current, record, real & present)
         else:
-            pools.write_rows(records[:, j], current, torch.cat([rows.k, rows.g, u], dim=-1), real & present)
+            made.append(record)
+    if records is not None and call.held is not None and made:
+        _append(records, current, torch.stack(made, 1), base, length, real)
+        pools.write_rows(call.held, current, base, real)
 
 
 def commit(call: CommitCall) -> None:
     """`Backend.commit`: fold the accepted records into the states."""
     real = pools.usable(call.slots, call.pool.shape[0], call.pad_slot)
     for here in blocks(call.slots.shape[0], call.pool):
-        slots, accepted = call.slots[here], call.accepted[here]
-        _replay(call.pool, call.records, slots, accepted, real[here], call.state_v_first, torch.float32)
+        slots = call.slots[here]
+        taken = _taken(call.records, call.held, slots, call.accepted[here], real[here])
+        _replay(call.pool, call.records, slots, taken, real[here], taken > 0, call.state_v_first, torch.float32)
+
+
+def _taken(records: Tensor, held: Tensor | None, slots: Tensor, accepted: Tensor, real: Tensor) -> Tensor:
+    """How many records of each head are applied: int64 [N, HV]."""
+    most = records.shape[1]
+    count = accepted.long().clamp(0, most).unsqueeze(1)
+    if held is None:
+        return count.expand(-1, records.shape[2])
+    before = pools.read_rows(held, slots, real).long().clamp(0, most)
+    return torch.where(count > 0, before + count, 0).clamp(max=most)
+
+
+def _append(records: Tensor, slots: Tensor, made: Tensor, base: Tensor, length: Tensor, real: Tensor) -> None:
+    """Put the records `made` [N, J, HV, W] of as many tokens as `length` says at rows from `base` [N, HV]."""
+    row = torch.arange(records.shape[1], device=records.device)[None, :, None] - base.unsqueeze(1)  # [N, R, HV]
+    fresh = (row >= 0) & (row < length[:, None, None])
+    source = row.clamp(0, made.shape[1] - 1).unsqueeze(-1).expand(-1, -1, -1, made.shape[-1])
+    kept = pools.read_rows(records, slots, real)
+    merged = torch.where(fresh.unsqueeze(-1), made.gather(1, source).to(records.dtype), kept)
+    pools.write_rows(records, slots, merged, real)
 
 
 def _replay(
-    pool: Tensor, records: Tensor, slots: Tensor, accepted: Tensor, real: Tensor, v_first: bool, dtype: torch.dtype
+    pool: Tensor,
+    records: Tensor,
+    slots: Tensor,
+    taken: Tensor,
+    real: Tensor,
+    stored: Tensor,
+    v_first: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Fold the accepted records into the pool; returns the states [N, HV, ...].
+    """The states [N, HV, ...] with the first `taken` [N, HV] records folded in; in the pool too where `stored` [N, HV].
 
     Records that were not accepted are dropped by selection, since they may hold anything. The decays after each record
     are summed from the last one back, so that the whole fold is one scaling and one product.
     """
     key_dim = pool.shape[-1] if v_first else pool.shape[-2]
-    count = accepted.clamp(0, records.shape[1])
-    taken = torch.arange(records.shape[1], device=pool.device) < count.unsqueeze(1)  # [N, J]
+    chosen = torch.arange(records.shape[1], device=pool.device)[:, None] < taken.unsqueeze(1)  # [N, J, HV]
     record = pools.read_rows(records, slots, real).to(dtype)  # [N, J, HV, 2K + V]
-    record = torch.where(taken[:, :, None, None], record, 0.0).transpose(1, 2).flatten(0, 1)  # [M, J, 2K + V]
+    record = torch.where(chosen.unsqueeze(-1), record, 0.0).transpose(1, 2).flatten(0, 1)  # [M, J, 2K + V]
     k, g, u = record.split([key_dim, key_dim, record.shape[-1] - 2 * key_dim], dim=-1)
     from_here = g.flip(1).cumsum(1).flip(1)  # [M, J, K] decays from each record on
     after = torch.cat([from_here[:, 1:], torch.zeros_like(g[:, :1])], dim=1)
@@ -233,7 +271,10 @@ def _replay(
         flat.mul_(decay.unsqueeze(1)).baddbmm_(u.transpose(1, 2), k_end)
     else:
         flat.mul_(decay.unsqueeze(2)).baddbmm_(k_end.transpose(1, 2), u)
-    pools.write_rows(pool, slots, state, real & (count > 0))
+    whole = state
+    if not (stored.is_cpu and bool((stored == stored[:, :1]).all())):  # heads may differ in what they store
+        whole = torch.where(stored[:, :, None, None], state.to(pool.dtype), pools.read_rows(pool, slots, real))
+    pools.write_rows(pool, slots, whole, real & stored.any(1))
     return state
 
 
