@@ -212,11 +212,11 @@ def test_launches_from_addresses_are_those_of_the_call(
 
 
 def test_kernels_that_overlap_are_launched_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = config.choose
-    monkeypatch.setattr(config, "choose", lambda *arguments: replace(choose(*arguments), overlap=True))
-    call = CALLS["prefill"]()
+    where = config.machine
+    monkeypatch.setattr(config, "machine", lambda device: replace(where(device), overlap=True))
+    call = CALLS["decode"]()
     for _ in range(2):
-        run("prefill", call)
+        run("decode", call)
     assert machine.through_driver == machine.through_triton
     assert any(machine.overlaps[function] for function, _, _ in machine.through_driver)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from .blocks import dot_fp32, trips
 
@@ -20,11 +19,8 @@ from .blocks import dot_fp32, trips
 def compose_kernel(
     p_table, p_fp32, segments, carry_start, transition_start, heads,
     K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, KB: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """VB value rows of one head of one segment. Grid (V / VB, HV, N); the *_start are in units of 256 bytes."""
-    if OVERLAP:
-        gdc_wait()
     n = tl.program_id(2)
     head = tl.program_id(1).to(tl.int64)
     first = tl.load(p_table + segments + 1 + n)

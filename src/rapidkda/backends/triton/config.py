@@ -38,7 +38,6 @@ class Config:
     scan_warps: int
     scan_registers: int | None  # the same of the scan: three programs of it in Gluon fit a multiprocessor
     gluon: bool  # preparation and scan in Gluon, where strides and addresses allow
-    overlap: bool  # a kernel of the call starts while the one before it ends
     stages: int
     precision: str  # of float32 products
 
@@ -91,7 +90,6 @@ def choose(where: Machine, key_dim: int, value_dim: int, precise: bool, bounded:
         scan_warps=4,
         scan_registers=168 if gluon else None,
         gluon=gluon,
-        overlap=False,
         stages=4 if gluon else stages,
         precision=where.precision,
     )

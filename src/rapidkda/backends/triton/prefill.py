@@ -85,7 +85,7 @@ class Prepared:
             (segments.count + 1, 1, 1),
             (tokens.count, segments.count, tiles, self.cut.later, flags, self.cut.part_tiles),
             (segments.first_token.stride(0), segments.length.stride(0)),
-            (plan.CHUNK, TABLE_BLOCK, choice.overlap),
+            (plan.CHUNK, TABLE_BLOCK),
             num_warps=4,
             views=VIEWS[:1],
         )
@@ -102,10 +102,8 @@ class Prepared:
                 min(key_dim, 8192 // key_dim),
                 choice.precision,
                 min(choice.stages, 2),
-                choice.overlap,
             ),
             num_warps=4,
-            overlap=choice.overlap,
             views=(VIEWS[0], VIEWS[2]),
         )
         # Gluon's copies take 16 bytes at a time, as Triton must be able to tell from strides and addresses
@@ -161,12 +159,10 @@ class Prepared:
                 self.record_units,
                 tokens.q.dtype == torch.float32,
                 choice.precision,
-                choice.overlap,
             ),
             num_warps=choice.prepare_warps,
             views=(*[None] * len(launch.inputs(tokens, values=False)), torch.int64, *VIEWS[1:]),
             registers=GLUON_REGISTERS if gluon else choice.prepare_registers,
-            overlap=choice.overlap,
         )
 
     def _scan(self, call: PrefillCall, passes: int, workspace: Tensor) -> launch.Step:
@@ -229,11 +225,9 @@ class Prepared:
                 tokens.q.dtype == torch.float32,
                 choice.precision,
                 choice.stages,
-                choice.overlap,
             ),
             num_warps=choice.scan_warps,
             registers=choice.scan_registers if gluon else None,
-            overlap=choice.overlap,
             views=VIEWS,
         )
 

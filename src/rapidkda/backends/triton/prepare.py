@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .blocks import (
     BOUNDED,
@@ -152,7 +151,7 @@ def prepare_kernel(
     tile_table, tiles, record_start, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h,
     GATE: tl.constexpr, LOGITS: tl.constexpr, L2NORM: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    SLICE: tl.constexpr, RECORD: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of one value head. Grid: `plan.tile_grid`. RECORD and record_start in units of 256 bytes.
 
@@ -161,9 +160,6 @@ def prepare_kernel(
     APART: tl.constexpr = PRECISE and GATE != BOUNDED
     PAIRS: tl.constexpr = 3 * C * K
     VECTORS: tl.constexpr = PAIRS + (2 if PRECISE else 4) * C * C
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     heads = tl.num_programs(0)
     head = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)

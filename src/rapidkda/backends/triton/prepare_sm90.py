@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .blocks import (
     BOUNDED,
@@ -198,7 +197,7 @@ def prepare_kernel(
     tile_table, tiles, record_start, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h,
     GATE: gl.constexpr, LOGITS: gl.constexpr, L2NORM: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
-    CHANNELS: gl.constexpr, RECORD: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr, OVERLAP: gl.constexpr,
+    CHANNELS: gl.constexpr, RECORD: gl.constexpr, PRECISE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """As `prepare`'s, for half-precision inputs of 128 channels, by one warp."""
     HALF: gl.constexpr = K // 2
@@ -209,9 +208,6 @@ def prepare_kernel(
     PAIRS: gl.constexpr = 3 * C * K
     VECTORS: gl.constexpr = PAIRS + 4 * C * C
     UNIT: gl.constexpr = 1.0 if GATE == BOUNDED else LOG2_E
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     heads = gl.num_programs(0)
     head = gl.program_id(0).to(gl.int64)
     tile = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)

@@ -29,7 +29,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language import target_info
-from triton.language.extra.cuda import gdc_wait
 
 from . import launch
 from .blocks import INTERPRETED, add_dot, dot, dot_fp32, high_low, narrow, trips, usable, within
@@ -194,7 +193,6 @@ def scan_kernel(
     checkpoint_s,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, RECORD: tl.constexpr,
     V_FIRST: tl.constexpr, PASS: tl.constexpr, PRECISE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, HV, segments or later parts); (row blocks, shares, 1) in SHARED; in FIRST a line: so many
     `early` programs of middle parts (row blocks of V and of K, then HV, then parts), those of first parts, the other
@@ -217,8 +215,6 @@ def scan_kernel(
         place = task // blocks // heads
     head = head.to(tl.int64)
     has_values = block * VB < V
-    if OVERLAP:
-        gdc_wait()
     p_line = p_table + 2 * (segments + 1)
     p_order = p_line + segments + 1
     p_flags = p_order + segments

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from . import launch
 from .blocks import trips, within
@@ -65,11 +64,9 @@ def _name(p_later, begin, end, n, index, BLOCK: tl.constexpr):
 )
 def tiles_kernel(
     p_table, p_first, p_length, tokens, segments, tiles, later, flags, part_tiles, first_s, length_s,
-    C: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (N + 1): program n writes segment n's entries, the last one the ends."""
-    if OVERLAP:
-        gdc_launch_dependents()
     n = tl.program_id(0)
     tile = n * 0
     part = n * 0
