@@ -70,12 +70,17 @@ def replay() -> Arguments:
     return verify() | {"slots": torch.tensor([3, 1], dtype=torch.int32), "records": normal(9, 3, HV, 2 * K + V)}
 
 
+def deferred() -> Arguments:
+    return replay() | {"held": torch.zeros(9, HV, dtype=torch.int32)}
+
+
 def commit() -> Arguments:
     return {
         "state": normal(9, HV, V, K),
         "records": normal(9, 3, HV, 2 * K + V),
         "slots": torch.tensor([3, 1], dtype=torch.int32),
         "accepted": torch.tensor([1, 2], dtype=torch.int32),
+        "held": torch.zeros(9, HV, dtype=torch.int32),
     }
 
 
@@ -141,6 +146,7 @@ GOOD: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "decode": (rapidkda.decode, decode),
     "verify": (rapidkda.verify, verify),
     "replay": (rapidkda.verify, replay),
+    "deferred": (rapidkda.verify, deferred),
     "commit": (rapidkda.commit, commit),
     "chunk_kda": (rapidkda.chunk_kda, whole),
     "fused_recurrent_kda": (rapidkda.fused_recurrent_kda, whole),

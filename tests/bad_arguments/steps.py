@@ -129,6 +129,15 @@ for op in ("replay", "commit"):
     bad(op, "records", "no_tokens", lambda x: x[:, :0])
     bad(op, "records", "expanded", expanded)
     bad(op, "records", "strided_inside", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
+for op in ("deferred", "commit"):
+    bad(op, "held", "of_64_bits", lambda x: x.long(), TypeError)
+    bad(op, "held", "a_list", [0, 0], TypeError)
+    bad(op, "held", "fewer_slots", lambda x: x[:5])
+    bad(op, "held", "one_a_slot", lambda x: x[:, 0].contiguous())
+    bad(op, "held", "expanded", expanded)
+    bad(op, "held", "strided", lambda x: x.t().contiguous().t())
+    bad(op, "held", "another_device", meta)
+bad("verify", "held", "without_records", torch.zeros(9, HV, dtype=torch.int32))
 bad("commit", "records", "none", None, TypeError)
 bad("commit", "state", "half", lambda x: x.half(), TypeError)
 

@@ -17,7 +17,9 @@ from .guards import GuardedPool, StatePool, same_bits
 from .target import NotHere, Target
 
 BATCH = 4
-OPERATORS = ("decode", "verify_slots", "verify_replay", "conv", "norm", "prefill")
+OPERATORS = ("decode", "verify_slots", "verify_replay", "verify_deferred", "conv", "norm", "prefill")
+LENGTHS = {"decode": 1, "conv": 1, "norm": 1, "prefill": 40}  # tokens of a request; a verification has 3
+RECORDS = {"verify_replay": 3, "verify_deferred": 7}  # rows a slot
 
 
 def gpu_only(target: Target) -> None:
@@ -30,12 +32,13 @@ class Step:
 
     def __init__(self, target: Target, operator: str):
         self.target, self.operator = target, operator
-        length = {"decode": 1, "verify_slots": 3, "verify_replay": 3, "conv": 1, "norm": 1, "prefill": 40}[operator]
+        length = LENGTHS.get(operator, 3)
         self.inputs: Inputs = activated([length] * BATCH, dtype=target.dtype, device=target.device, seed=64)
         self.segments = Segments.equal(BATCH, length, target.device)
         self.pool = StatePool(target, 20, self.inputs)
-        width = (3, 2, 2 * 128 + 128)
-        self.records = GuardedPool(target, 20, width) if operator == "verify_replay" else None
+        width = (RECORDS.get(operator, 0), 2, 2 * 128 + 128)
+        self.records = GuardedPool(target, 20, width) if operator in RECORDS else None
+        self.held = target.index([[0, 0]] * 20) if operator == "verify_deferred" else None
         self.windows = GuardedPool(target, 20, (64, 3), target.dtype)
         columns = 3 if operator == "verify_slots" else 1
         self.slots = target.index([[0] * columns] * BATCH)
@@ -77,13 +80,15 @@ class Step:
                 slots=slots,
                 accepted=self.accepted,
                 records=records,
+                held=self.held,
                 **options,
             )
 
     def memory(self) -> list[Tensor]:
         """All that the operator writes."""
-        records = [] if self.records is None else [self.records.storage]
-        return [self.out, self.pool.storage, self.windows.storage, *records]
+        kept = [] if self.records is None else [self.records.storage]
+        kept += [] if self.held is None else [self.held]
+        return [self.out, self.pool.storage, self.windows.storage, *kept]
 
     def start_over(self) -> None:
         for n, buffer in enumerate(self.memory()):

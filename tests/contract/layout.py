@@ -23,7 +23,7 @@ def state_layout(target: Target, tokens: int, dims: tuple[int, int], v_first: bo
     check_run(run_prefill(target, inputs, v_first=v_first), inputs, target.case_bar())
 
 
-@case("B27", op=("prefill", "decode", "slots", "replay"), v_first=(True, False))
+@case("B27", op=("prefill", "decode", "slots", "replay", "deferred"), v_first=(True, False))
 def one_entry_of_the_state(target: Target, op: str, v_first: bool) -> None:
     """One entry (key 3, value 5) set: query 3 must read value 5, and nothing else."""
     inputs = activated([1], 0.0, heads=1, dtype=target.dtype, device=target.device)
@@ -41,7 +41,7 @@ def one_entry_of_the_state(target: Target, op: str, v_first: bool) -> None:
         fail(f"out must be the unit vector 5, its largest entry is {int(out.abs().argmax())}")
 
 
-@case("B29", op=("prefill", "decode", "slots", "replay"))
+@case("B29", op=("prefill", "decode", "slots", "replay", "deferred"))
 def inputs_are_not_written(target: Target, op: str) -> None:
     """Called twice with the same tensors: inputs keep their bits and the results are bit-equal."""
     lens = [target.tokens(40), 17] if op == "prefill" else [1, 1]

@@ -87,7 +87,7 @@ def gate_below_every_bound(target: Target, log_decay: float) -> None:
     check_run(run_prefill(target, inputs), inputs, target.case_bar())
 
 
-@case("B05", log_decay=(-20.0, -300.0), op=("decode", "slots", "replay"))
+@case("B05", log_decay=(-20.0, -300.0), op=("decode", "slots", "replay", "deferred"))
 def gate_below_every_bound_in_one_step(target: Target, log_decay: float, op: str) -> None:
     """The same for one step from a filled state: what is forgotten is gone, nothing overflows."""
     inputs = activated([1, 1], log_decay, dtype=target.dtype, device=target.device)
@@ -147,7 +147,7 @@ def absent_gate_parameters(target: Target) -> None:
     check_run(run_prefill(target, inputs), inputs, target.case_bar())
 
 
-@case("B11", op=("prefill", "decode", "slots", "replay"), logit_of=(0.001, 0.5, 0.731))
+@case("B11", op=("prefill", "decode", "slots", "replay", "deferred"), logit_of=(0.001, 0.5, 0.731))
 def write_strength(target: Target, op: str, logit_of: float) -> None:
     """One write of known strength: float32 logits stay float32, and the sigmoid is applied exactly once."""
     inputs = activated([1], 0.0, heads=1, dtype=target.dtype, device=target.device)

@@ -44,7 +44,7 @@ def token_offsets(target: Target) -> None:
     same_bits("outputs", out, want)
 
 
-@case("B39", op=("prefill", "decode", "slots", "replay", "checkpoint"))
+@case("B39", op=("prefill", "decode", "slots", "replay", "deferred", "checkpoint"))
 def slot_offsets(target: Target, op: str) -> None:
     """A pool whose slot 2 lies past 2^31 elements, with int32 slots: the bits of a packed pool."""
     inputs = small_inputs(target, 40 if op in ("prefill", "checkpoint") else 1)

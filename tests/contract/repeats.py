@@ -53,17 +53,18 @@ def _decode(target: Target, seed: int) -> Call:
     return ops.decode, _operands(target, seed, [1, 1]) | rows
 
 
-def _verify(target: Target, seed: int, replay: bool) -> Call:
+def _verify(target: Target, seed: int, form: str) -> Call:
     given = _operands(target, seed, [3, 2]) | {"accepted": target.index([1, 1 + seed % 3])}
-    if replay:
-        records = target.normal(ROWS, 3, 2, 3 * 128, seed=seed + 9, dtype=torch.float32)
-        return ops.verify, given | {"slots": target.index([seed, 5]), "records": -records.abs()}
-    return ops.verify, given | {"slots": target.index([[0, 1, 2], [3, 4, 5 + seed]])}
+    if form == "slots":
+        return ops.verify, given | {"slots": target.index([[0, 1, 2], [3, 4, 5 + seed]])}
+    records = target.normal(ROWS, 5 if form == "deferred" else 3, 2, 3 * 128, seed=seed + 9, dtype=torch.float32)
+    given |= {"slots": target.index([seed, 5]), "records": -records.abs()}
+    return ops.verify, given | ({"held": target.index([[seed % 2, 2]] * ROWS)} if form == "deferred" else {})
 
 
-def _commit(target: Target, seed: int) -> Call:
-    given = _verify(target, seed, replay=True)[1]
-    return ops.commit, {name: given[name] for name in ("state", "records", "slots", "accepted")}
+def _commit(target: Target, seed: int, form: str) -> Call:
+    given = _verify(target, seed, form)[1]
+    return ops.commit, {n: given[n] for n in ("state", "records", "slots", "accepted", "held") if n in given}
 
 
 def _conv(target: Target, seed: int) -> Call:
@@ -110,9 +111,11 @@ CALLS: dict[str, Callable[[Target, int], Call]] = {
     "prefill": lambda target, seed: _prefill(target, seed, [40, 2]),
     "long prefill": lambda target, seed: _prefill(target, seed, [target.tokens(2048)]),
     "decode": _decode,
-    "slots": lambda target, seed: _verify(target, seed, replay=False),
-    "replay": lambda target, seed: _verify(target, seed, replay=True),
-    "commit": _commit,
+    "slots": lambda target, seed: _verify(target, seed, "slots"),
+    "replay": lambda target, seed: _verify(target, seed, "replay"),
+    "deferred": lambda target, seed: _verify(target, seed, "deferred"),
+    "commit": lambda target, seed: _commit(target, seed, "replay"),
+    "commit deferred": lambda target, seed: _commit(target, seed, "deferred"),
     "conv": _conv,
     "norm": _norm,
     "layer": _layer,

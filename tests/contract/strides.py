@@ -97,7 +97,7 @@ def strided_lengths_states_and_gate(target: Target) -> None:
     within("final states", worst_state_error(final, want), limit.state)
 
 
-@case("B46", op=("prefill", "decode", "slots", "replay"))
+@case("B46", op=("prefill", "decode", "slots", "replay", "deferred"))
 def padded_pool_is_updated_in_place(target: Target, op: str) -> None:
     """Slots [5, 2, 7] of a pool whose slot stride is padded: the caller's memory changes there and only there."""
     slots = [5, 2, 7]
@@ -127,7 +127,7 @@ def beta_of_any_stride(target: Target) -> None:
     check_run(run_prefill(target, inputs), inputs, target.case_bar())
 
 
-@case("strides", op=("decode", "slots", "replay"), far=(True, False))
+@case("strides", op=("decode", "slots", "replay", "deferred"), far=(True, False))
 def operands_that_start_anywhere(target: Target, op: str, far: bool) -> None:
     """Rows of q, k, v, g, outputs, pools and records that start one element past an aligned address, and are an odd
     number of elements apart, give what dense ones give: a kernel may load them otherwise, and sum in another order."""
@@ -149,12 +149,16 @@ def operands_that_start_anywhere(target: Target, op: str, far: bool) -> None:
             table = target.index([[4, 0, 2], [1, 1, 1], [5, 3, 3]])  # of which no row names a slot of another
             target.verify(step, slots=table, accepted=target.index([1, 1, 1]), **options)
         else:
-            records = _moved(torch.zeros(7, 3, inputs.v.shape[1], width, device=target.device), spare)
-            for accepted in ([0, 0, 0], [2, 1, 1]):
-                target.verify(
-                    step, slots=target.index(slots), accepted=target.index(accepted), records=records, **options
+            heads, rows = inputs.v.shape[1], 4 if op == "deferred" else 3
+            records = _moved(torch.zeros(7, rows, heads, width, device=target.device), spare)
+            kept = {"records": records, "slots": target.index(slots)}
+            if op == "deferred":  # as part of an engine's own buffer, it may start anywhere too
+                kept["held"] = torch.zeros(7 * heads + spare, dtype=torch.int32, device=target.device)[spare:].view(
+                    7, -1
                 )
-            target.commit(state=pool, records=records, slots=target.index(slots), accepted=target.index([1, 0, 2]))
+            for accepted in ([0, 0, 0], [2, 1, 1]):
+                target.verify(step, accepted=target.index(accepted), **kept, **options)
+            target.commit(state=pool, accepted=target.index([1, 0, 2]), **kept)
             results.append(records.contiguous())
         results += [out.contiguous(), pool.contiguous()]
     half = len(results) // 2

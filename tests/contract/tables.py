@@ -16,7 +16,11 @@ from .target import Target
 TABLES = {"behind": (2, 40), "across": (-1, 2), "before": (-40, 40), "negative": (0, -3)}  # first token, more tokens
 
 
-@case("tables", operator=("decode", "verify_slots", "verify_replay", "conv", "prefill"), table=tuple(TABLES))
+@case(
+    "tables",
+    operator=("decode", "verify_slots", "verify_replay", "verify_deferred", "conv", "prefill"),
+    table=tuple(TABLES),
+)
 def rows_beyond_the_call_are_not_written(target: Target, operator: str, table: str) -> None:
     """A table may hold anything: what lies around the outputs and in other slots stays as it is. (The host refuses such
     tables where it sees them.)"""

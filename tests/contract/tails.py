@@ -147,7 +147,7 @@ def tokens_of_no_segment(target: Target) -> None:
     same_bits("covered rows", own[covered.to(own.device)], run.out[covered.to(own.device)])
 
 
-@case("B61-B62", marker=(-1, 0, 77), op=("prefill", "decode", "slots", "replay"))
+@case("B61-B62", marker=(-1, 0, 77), op=("prefill", "decode", "slots", "replay", "deferred"))
 def padding_rows(target: Target, marker: int, op: str) -> None:
     """Padding rows touch no state and their outputs are exactly zero, whatever the marker and the inputs are.
 

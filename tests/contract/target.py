@@ -61,18 +61,22 @@ class Target:
 
     def advance(self, op: str, inputs: Inputs, *, state: Tensor, slots: Tensor, **options: Any) -> Tensor:
         """States that go on in their slots: by prefill, by decode, or by a verification of one token each, with a slot
-        a position ("slots") or by replay and a commit of what it left ("replay")."""
+        a position ("slots") or by replay and a commit of what it left ("replay", and "deferred" with more rows than
+        tokens)."""
         if op in ("prefill", "decode"):
             run = self.prefill if op == "prefill" else self.decode
             return run(inputs, state=state, slots=slots, **options)
         none = torch.zeros_like(slots)
         if op == "slots":
             return self.verify(inputs, state=state, slots=slots[:, None], accepted=none, **options)
-        size = (state.shape[0], 1, inputs.v.shape[1], 2 * inputs.q.shape[2] + inputs.v.shape[2])
-        records = torch.full(size, float("nan"), device=self.device)
-        out = self.verify(inputs, state=state, slots=slots, accepted=none, records=records, **options)
+        heads, rows = inputs.v.shape[1], 3 if op == "deferred" else 1
+        size = (state.shape[0], rows, heads, 2 * inputs.q.shape[2] + inputs.v.shape[2])
+        kept = {"records": torch.full(size, float("nan"), device=self.device)}
+        if op == "deferred":
+            kept["held"] = torch.full((state.shape[0], heads), 2, dtype=torch.int32, device=self.device)
+        out = self.verify(inputs, state=state, slots=slots, accepted=none, **kept, **options)
         layout = {name: options[name] for name in ("state_v_first", "pad_slot") if name in options}
-        self.commit(state=state, records=records, slots=slots, accepted=none + 1, **layout)
+        self.commit(state=state, slots=slots, accepted=none + 1, **kept, **layout)
         return out
 
     def chunk_kda(self, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from . import (  # noqa: F401  importing a module registers its checks
     checkpoints,
     convolution,
     decode,
+    deferred,
     gated_norm,
     gradients,
     graphs,

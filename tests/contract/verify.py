@@ -1,4 +1,4 @@
-"""Speculative verification: rollback to any accepted count, in both forms, with the same result as plain decoding."""
+"""Speculative verification: rollback to any accepted count, in all forms, with the same result as plain decoding."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from .cases import case
 from .guards import GuardedPool, StatePool, all_zero, same_bits, within
 from .target import Target
 
-FORMS = ("slots", "replay")
+FORMS = ("slots", "replay", "deferred")
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 MOST = 4  # 1 + k_max tokens a step
+GARBAGE = (-3, 2**31 - 1, 2, -(2**31), 1)  # what `held` holds before the first step
 
 
 class Speculation:
-    """Requests under verification, in either form, on guarded pools. Slot 39 is a trap: only wild indices reach it."""
+    """Requests under verification, in any form, on guarded pools. Slot 39 is a trap: only wild indices reach it.
+
+    Deferred states have `rows` records a slot, by default one more than a step has tokens.
+    """
 
     def __init__(
         self,
@@ -29,8 +33,10 @@ class Speculation:
         most: int = MOST,
         v_first: bool = True,
         state_dtype: torch.dtype = torch.float32,
+        rows: int = 0,
     ):
         self.target, self.form, self.v_first = target, form, v_first
+        self.held: torch.Tensor | None = None
         count = inputs.states.shape[0]
         self.pool = StatePool(target, max(40, count * most + 3), inputs, state_dtype, v_first)
         if form == "slots":
@@ -44,9 +50,12 @@ class Speculation:
             self.table = [[3 + 2 * n] for n in range(count)]
             self.slots = target.index([row[0] for row in self.table])
             width = 2 * inputs.q.shape[2] + inputs.v.shape[2]
-            self.records = GuardedPool(
-                target, self.pool.storage.shape[0], (most, inputs.v.shape[1], width), poison=True
-            )
+            count, heads = self.pool.storage.shape[0], inputs.v.shape[1]
+            self.rows = (rows or most + 1) if form == "deferred" else most
+            self.records = GuardedPool(target, count, (self.rows, heads, width), poison=True)
+            if form == "deferred":
+                self.held = garbage(target, count, heads)
+                self.held_before = self.held.clone()
         self.first = [row[0] for row in self.table]
         self.pool.put_states(self.first, inputs.states)
 
@@ -58,6 +67,7 @@ class Speculation:
             slots=self.slots,
             accepted=self.target.index(list(accepted)),
             records=None if self.records is None else self.records.view,
+            held=self.held,
             state_v_first=self.v_first,
         )
 
@@ -70,14 +80,27 @@ class Speculation:
             records=self.records.view,
             slots=self.slots,
             accepted=self.target.index(list(accepted)),
+            held=self.held,
             state_v_first=self.v_first,
         )
         return self.first
 
     def unchanged(self) -> None:
         self.pool.unchanged(slot for row in self.table for slot in row)
+        self.records_unchanged(self.first)
+
+    def records_unchanged(self, written: Sequence[int]) -> None:
+        """No records, and no number of them, but in the slots `written`."""
         if self.records is not None:
-            self.records.unchanged(self.first)
+            self.records.unchanged(written)
+        if self.held is not None:
+            kept = [row for row in range(self.held.shape[0]) if row not in set(written)]
+            same_bits("held of slots that nobody names", self.held[kept], self.held_before[kept])
+
+
+def garbage(target: Target, rows: int, heads: int) -> torch.Tensor:
+    """`held` as memory that nobody has set."""
+    return target.index([GARBAGE[n % len(GARBAGE)] for n in range(rows * heads)]).view(rows, heads)
 
 
 def prefix_of(inputs: Inputs, pieces: Sequence[Sequence[tuple[int, int]]]) -> Inputs:
@@ -136,7 +159,7 @@ def drafts_then_plain_steps(target: Target, form: str, v_first: bool) -> None:
 @case("verify", form=FORMS, regime=("slow", "unbounded", "staggered"))
 def verify_after_verify(target: Target, form: str, regime: str) -> None:
     """Two verifications in a row with different draft counts and accepted counts; only accepted tokens remain."""
-    lens, accepted, then = [4, 2, 3, 1], [3, 1, 3, 1], [2, 4, 1, 3]
+    lens, accepted, then = [4, 2, 3, 1], [3, 1, 3, 1], [2, 4, 3, 1]
     shape = Shape("verify", tuple(a + b for a, b in zip(lens, then)), 2)
     inputs = make_inputs(shape, regime, dtype=target.dtype, device=target.device, seed=21, gaps=True)
     first = [f for f, _ in inputs.spans]
@@ -165,7 +188,7 @@ def layouts_and_state_dtypes(
     shape = Shape("verify", (4, 4, 3), 2, value_heads=4, key_dim=dims[0], value_dim=dims[1])
     inputs = make_inputs(shape, "slow", dtype=target.dtype, device=target.device, seed=22, layout="fused")
     first = [f for f, _ in inputs.spans]
-    run = Speculation(target, inputs, form, v_first=v_first, state_dtype=state_dtype)
+    run = Speculation(target, inputs, form, v_first=v_first, state_dtype=state_dtype, rows=3)
     inputs.states = run.pool.states(run.first).float()
     run.step(inputs, Segments.from_lengths([3, 2, 1], target.device, first), [0] * 3)
     again = Segments.from_lengths([1, 2, 2], target.device, [f + n for f, n in zip(first, [3, 2, 1])])
@@ -201,12 +224,12 @@ def accuracy_of_drafts(target: Target, form: str, regime: str, dtype: torch.dtyp
 def accepted_counts_out_of_range(target: Target, form: str) -> None:
     """Counts of 0, too many, negative and huge are clamped; no index leaves the request's own row.
 
-    Slot per position: 0 and below mean the first slot. Replay: 0 and below mean no record.
+    Slot per position: 0 and below mean the first slot. Replay: 0 and below mean no record, too many mean all there are.
     """
     wild = [0, 4, 5, 1, -7, 2**31 - 1]
     inputs = activated([5] * 6, dtype=target.dtype, device=target.device, seed=47)
     first = [f for f, _ in inputs.spans]
-    run = Speculation(target, inputs, form)
+    run = Speculation(target, inputs, form, rows=MOST)
     run.step(inputs, Segments.from_lengths([4] * 6, target.device, first), [0] * 6)
     out = run.step(inputs, Segments.from_lengths([1] * 6, target.device, [f + 4 for f in first]), wild)
     least = 1 if form == "slots" else 0
@@ -224,12 +247,12 @@ def accepted_counts_out_of_range(target: Target, form: str) -> None:
     run.unchanged()
 
 
-@case("B54", most=(8, 64))
-def drafts_stay_out_of_the_committed_state(target: Target, most: int) -> None:
-    """Replay: a verification of any length leaves the slot bit-unchanged; a commit of 1 adds one token."""
+@case("B54", form=("replay", "deferred"), most=(8, 64))
+def drafts_stay_out_of_the_committed_state(target: Target, form: str, most: int) -> None:
+    """A verification of any length leaves the slot bit-unchanged; a commit of 1 adds one token."""
     most = min(most, 8) if target.interpreted else most
     inputs = activated([most, most - 3], dtype=target.dtype, device=target.device, seed=54)
-    run = Speculation(target, inputs, "replay", most)
+    run = Speculation(target, inputs, form, most)
     before = run.pool.storage.clone()
     out = run.step(inputs, inputs.segments, [0, 0])
     same_bits("the pool after a verification", run.pool.storage, before)
@@ -260,12 +283,12 @@ def a_state_for_every_position(target: Target) -> None:
     run.pool.unchanged([*run.table[0], *run.table[1][:2]])
 
 
-@case("B60", poison=(float("nan"), float("inf")))
-def records_past_the_accepted_ones_are_poison(target: Target, poison: float) -> None:
+@case("B60", form=("replay", "deferred"), poison=(float("nan"), float("inf")))
+def records_past_the_accepted_ones_are_poison(target: Target, form: str, poison: float) -> None:
     """Records that were not accepted may hold anything; a commit of 0 leaves the state bit-unchanged."""
     accepted = [0, 1, 2, 4]
     inputs = activated([4] * 4, dtype=target.dtype, device=target.device, seed=60)
-    run = Speculation(target, inputs, "replay")
+    run = Speculation(target, inputs, form)
     run.step(inputs, inputs.segments, [0] * 4)
     if run.records is None:
         raise AssertionError("the replay form keeps records")
@@ -311,8 +334,7 @@ def padding_rows_of_a_verification(target: Target, form: str) -> None:
     spans = [inputs.spans[0], inputs.spans[2]]
     within("outputs of real rows", worst_output_error(out, want_out, spans), target.case_bar().out)
     run.pool.unchanged(slot for n in (0, 2) for slot in run.table[n])
-    if run.records is not None:
-        run.records.unchanged([run.first[0], run.first[2]])
+    run.records_unchanged([run.first[0], run.first[2]])
 
 
 @case("verify", form=FORMS, most=(4, 8), slow_when_interpreted=True)
@@ -327,7 +349,7 @@ def more_requests_than_run_at_once(target: Target, form: str, most: int) -> None
     padding = [n for n in range(count) if n % 13 == 5]
     run.slots[padding] = -1
     run.step(inputs, Segments.from_lengths(lens, target.device, first), [0] * count)
-    least = 0 if form == "replay" else 1
+    least = 1 if form == "slots" else 0
     accepted = [least + n % (length + 1 - least) if length else 0 for n, length in enumerate(lens)]
     again = [f + n for f, n in zip(first, lens)]
     out = run.step(inputs, Segments.from_lengths(then, target.device, again), accepted)

@@ -223,7 +223,7 @@ def test_random_calls_come_to_the_same_with_and_without_kinds(draws: list[tuple[
             assert outcome(op, arguments) == wanted  # known by now, if it ever is
 
 
-@pytest.mark.parametrize("op", ["prefill", "replay", "causal_conv", "chunk_kda"])
+@pytest.mark.parametrize("op", ["prefill", "deferred", "causal_conv", "chunk_kda"])
 @pytest.mark.usefixtures("both_ways")
 def test_each_change_comes_to_the_same_after_each_other_of_its_sort(op: str) -> None:
     """What differs least: 0.0 after -0.0, a workspace off its alignment after one that is on it."""

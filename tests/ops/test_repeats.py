@@ -78,7 +78,7 @@ def copied(value: Any) -> Any:
 
 def arguments(op: str) -> Arguments:
     given = GOOD[op][1]()
-    if "slots" in given and op not in ("verify", "replay", "commit"):
+    if "slots" in given and op not in ("verify", "replay", "deferred", "commit"):
         given["read_slots"] = torch.tensor([4, 1], dtype=torch.int32)
     return given
 
