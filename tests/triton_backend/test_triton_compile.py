@@ -36,7 +36,10 @@ def launch_everything() -> None:
     BACKEND.verify(calls.verify(2, replay=True))
     BACKEND.verify(calls.verify(2, replay=True, most=8))
     BACKEND.verify(calls.verify(20, replay=True, most=4))
+    BACKEND.verify(calls.verify(2, replay=True, rows=8))
+    BACKEND.verify(calls.verify(2, replay=True, most=8, rows=16))
     BACKEND.commit(calls.commit(2))
+    BACKEND.commit(calls.commit(2, rows=8))
     BACKEND.conv(calls.conv([150, 50]))
     BACKEND.conv(calls.conv([1, 1]))
     BACKEND.conv(calls.conv([3, 2], keep_all=True))
@@ -78,6 +81,7 @@ def test_every_head_size_fits_the_smallest_shared_memory(
     with compiling(name) as kernels:
         BACKEND.prefill(calls.prefill([40], torch.bfloat16, **options))
         BACKEND.verify(calls.verify(2, replay=True, most=8, **options))
+        BACKEND.verify(calls.verify(2, replay=True, most=8, rows=16, **options))
     assert max(kernel.metadata.shared for kernel in kernels) <= TARGETS[name].shared
 
 
@@ -90,6 +94,7 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
         for batch in (1, 17):  # so many programs that they are smaller
             BACKEND.verify(calls.verify(batch, replay=True))
             BACKEND.verify(calls.verify(batch, replay=True, most=4))
+            BACKEND.verify(calls.verify(batch, replay=True, most=4, rows=8))
         BACKEND.conv(calls.conv([64, 64]))
         warm = {id(kernel) for kernel in kernels}
         for lens in ([1], [65, 3], [700], [16] * 7, [1900] * 18):
@@ -98,6 +103,8 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
             BACKEND.decode(calls.decode(batch))
             BACKEND.verify(calls.verify(batch, replay=True))
             BACKEND.verify(calls.verify(batch, replay=True, most=4))
+            for rows in (8, 12):
+                BACKEND.verify(calls.verify(batch, replay=True, most=4, rows=rows))
         BACKEND.conv(calls.conv([17, 64, 5]))
     assert {id(kernel) for kernel in kernels} == warm
 

@@ -83,8 +83,8 @@ def decode(batch: int, state_dtype: torch.dtype = torch.float32, **options: obje
     return DecodeCall(inputs, Segments.equal(batch, 1), torch.zeros_like(inputs.v), pool, slots, slots, True, -1)
 
 
-def verify(batch: int, replay: bool, most: int = 2, **options: object) -> VerifyCall:
-    """Requests of `most` tokens, which is also the most that one may have."""
+def verify(batch: int, replay: bool, most: int = 2, rows: int = 0, **options: object) -> VerifyCall:
+    """Requests of `most` tokens, the most that one may have. `rows`: records a slot of deferred states."""
     inputs = tokens(most * batch, **options)  # type: ignore[arg-type]
     pool = torch.zeros(most * batch, inputs.value_heads, inputs.value_dim, inputs.key_dim)
     slots = torch.arange(most * batch, dtype=torch.int32)
@@ -96,15 +96,15 @@ def verify(batch: int, replay: bool, most: int = 2, **options: object) -> Verify
         pool=pool,
         slots=slots[:batch] if replay else slots.view(batch, most),
         accepted=torch.ones(batch, dtype=torch.int32),
-        records=torch.zeros(most * batch, most, inputs.value_heads, width) if replay else None,
-        held=None,
+        records=torch.zeros(most * batch, rows or most, inputs.value_heads, width) if replay else None,
+        held=torch.zeros(most * batch, inputs.value_heads, dtype=torch.int32) if rows else None,
         state_v_first=True,
         pad_slot=-1,
     )
 
 
-def commit(batch: int) -> CommitCall:
-    call = verify(batch, replay=True)
+def commit(batch: int, rows: int = 0) -> CommitCall:
+    call = verify(batch, replay=True, rows=rows)
     records = call.records
     assert records is not None
     return CommitCall(call.pool, records, call.held, call.slots, call.accepted, True, -1)

@@ -34,8 +34,6 @@ class TritonBackend:
             reasons.append(f"inputs must be bfloat16, float16 or float32, got {_name(request.dtype)}")
         if request.requires_grad:
             reasons.append("it has no gradients")
-        if request.deferred:
-            reasons.append("it has no deferred states (the torch backend has)")
         if request.op in ("prefill", "decode", "verify"):
             for what, dim in (("key", request.key_dim), ("value", request.value_dim)):
                 if dim not in HEAD_DIMS:

@@ -268,6 +268,14 @@ def within(first, length, tokens):
 
 
 @triton.jit
+def with_held(p_held, at, accepted, positions):
+    """How many records are applied where `accepted` of the last step are and p_held[at] lay before those of that step,
+    which says nothing where none are accepted."""
+    held = tl.load(p_held + at, mask=accepted > 0, other=0)
+    return tl.minimum(accepted + tl.minimum(tl.maximum(held, 0), positions), positions)
+
+
+@triton.jit
 def usable(slot, rows, pad_slot):
     """Does this slot name a row of a pool of `rows` rows?"""
     return (slot != pad_slot) & (slot >= 0) & (slot < rows)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .blocks import L2_EPS, exp, log_decay, narrow, trips, usable, within, without_product, write_strength
+from .blocks import L2_EPS, exp, log_decay, narrow, trips, usable, with_held, within, without_product, write_strength
 
 MOST = 8  # tokens of a chunk
 HALF = tl.constexpr(MOST)  # a chunk's rows on the matrix units: its keys, then its queries
@@ -54,7 +54,7 @@ def _unit(x, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def _fold(state, p_records, record_j, count, rows, channels, K: tl.constexpr, TOKENS: tl.constexpr):
+def fold(state, p_records, record_j, count, rows, channels, K: tl.constexpr, TOKENS: tl.constexpr):
     """Fold the first `count` records of a head into a state tile. Records past that are never read."""
     for start in range(0, trips(count), TOKENS):
         total = tl.zeros(channels.shape, tl.float32)
@@ -87,7 +87,8 @@ def _put(items, at: tl.constexpr, item):
 
 @triton.jit(do_not_specialize=launch.STEP_SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def chunk_kernel(
-    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot, p_accepted,
+    p_q, p_k, p_v, p_g, p_beta, p_a_log, p_dt_bias, p_out, p_pool, p_records, p_first, p_length, p_slot,
+    p_accepted, p_held,
     tokens, pool_rows, pad_slot, positions, group, scale, beta_scale, lower_bound,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h,
     first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
@@ -96,7 +97,9 @@ def chunk_kernel(
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """Fold the accepted records, store the state, run the drafts, record them. Grid (N HEADS): all value rows of a head
-    read the same records, and the new ones overwrite them; heads of a request are neighbours in memory."""
+    read the same records, and the new ones overwrite them; heads of a request are neighbours in memory.
+
+    With p_held, new records follow the old ones and the state is not stored, as long as there is room."""
     n = (tl.program_id(0) // HEADS).to(tl.int64)
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     slot = tl.load(p_slot + n * slots_s).to(tl.int64)
@@ -105,6 +108,12 @@ def chunk_kernel(
     first, count = first.to(tl.int64), tl.minimum(count, positions)
     taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
     taken = tl.where(real & (count > 0), taken, 0)
+    full, base = taken > 0, 0  # whether the state is stored, and the row of the first new record
+    if p_held is not None:
+        p_held += slot * HEADS + head
+        taken = with_held(p_held, 0, taken, positions)
+        full = full & (taken + count > positions)
+        base = tl.where(full, 0, taken)
     channels = _all_channels(K, WARPS)
     warp = tl.arange(0, WARPS)[:, None]
     p_records += slot * records_s + head * (2 * K + V)
@@ -160,23 +169,25 @@ def chunk_kernel(
             tile_rows = _rows(block * VB, VB, WARPS)
             p_state = p_pool + slot * pool_s + _state_offsets(head, tile_rows, channels, K, V, V_FIRST)
             state = tl.load(p_state, mask=real, other=0.0).to(tl.float32)
-            folded = tl.where(start == 0, taken, start)
-            state = _fold(state, p_records, records_j, tl.where(real, folded, 0), tile_rows, channels, K, TOKENS)
-            tl.store(p_state, narrow(state, p_pool.dtype.element_ty), mask=(taken > 0) & (start == 0))
+            folded = tl.where(start == 0, taken, base + start)
+            state = fold(state, p_records, records_j, tl.where(real, folded, 0), tile_rows, channels, K, TOKENS)
+            tl.store(p_state, narrow(state, p_pool.dtype.element_ty), mask=full & (start == 0))
             rows = block * VB + tl.arange(0, VB)
             v = tl.load(p_v + token * v_t + head * v_h + rows[None, :], mask=(live & is_key)[:, None], other=0.0)
             rest = without_product(v.to(tl.float32), x, tl.trans(tl.reshape(state, [VB, K])), PRECISION)
             rest = without_product(tl.zeros([2 * HALF, VB], tl.float32), mix, rest, PRECISION)
             tl.debug_barrier()  # every warp has read the old records before any of them is overwritten
-            p_u = p_records + (start + at)[:, None] * records_j + 2 * K + rows[None, :]
+            p_u = p_records + (base + start + at)[:, None] * records_j + 2 * K + rows[None, :]
             tl.store(p_u, -rest, mask=(live & is_key & real)[:, None])
             out = narrow(tl.where(real, rest, 0.0), p_out.dtype.element_ty)
             tl.store(p_out + token * o_t + head * o_h + rows[None, :], out, mask=(live & (row >= HALF))[:, None])
             for m in tl.static_range(len(keys)):
                 j = (m * WARPS + warp)[:, :, None]
                 keep = real & last & (j < TOKENS) & (start + j < count)
-                tl.store(p_records + (start + j) * records_j + channels, keys[m], mask=keep)
-                tl.store(p_records + (start + j) * records_j + K + channels, decays[m], mask=keep)
+                tl.store(p_records + (base + start + j) * records_j + channels, keys[m], mask=keep)
+                tl.store(p_records + (base + start + j) * records_j + K + channels, decays[m], mask=keep)
+    if p_held is not None:
+        tl.store(p_held, base, mask=real & (count > 0))
 
 
 launcher = launch.Launcher(chunk_kernel)

@@ -24,7 +24,7 @@ from ..driver import Launches, Shape
 
 # Segment and slot tables are slices of one buffer: their alignment changes with the number of segments, and must not
 # make another kernel of a call.
-TABLES = ["p_first", "p_length", "p_read", "p_write", "p_has", "p_accepted", "p_begin", "p_offset", "p_slot"]
+TABLES = ["p_first", "p_length", "p_read", "p_write", "p_has", "p_accepted", "p_begin", "p_offset", "p_slot", "p_held"]
 # Sizes of decode, verification and commit, which change from step to step and must not either.
 STEP_SIZES = ["tokens", "pool_rows", "pad_slot", "positions", "group"]
 

@@ -20,7 +20,19 @@ from torch import Tensor
 
 from ...problem import CommitCall, DecodeCall, VerifyCall
 from . import chunk, config, launch, pair
-from .blocks import L2_EPS, amplitude_of, exp, gate_decay, narrow, take_turn, trips, usable, within, write_strength
+from .blocks import (
+    L2_EPS,
+    amplitude_of,
+    exp,
+    gate_decay,
+    narrow,
+    take_turn,
+    trips,
+    usable,
+    with_held,
+    within,
+    write_strength,
+)
 
 SM90_ROWS = 16  # value rows of a program in Gluon: those of a product of the matrix units
 
@@ -168,7 +180,7 @@ def _replay(
 
 @triton.jit(do_not_specialize=launch.STEP_SIZES, do_not_specialize_on_alignment=launch.TABLES)
 def commit_kernel(
-    p_pool, p_records, p_slot, p_accepted, pool_rows, pad_slot, positions,
+    p_pool, p_records, p_slot, p_accepted, p_held, pool_rows, pad_slot, positions,
     slots_s, accepted_s, pool_s, records_s, records_j,
     K: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -180,6 +192,8 @@ def commit_kernel(
     slot = tl.load(p_slot + n * slots_s).to(tl.int64)
     taken = tl.minimum(tl.maximum(tl.load(p_accepted + n * accepted_s).to(tl.int64), 0), positions).to(tl.int32)
     if usable(slot, pool_rows, pad_slot) & (taken > 0):
+        if p_held is not None:
+            taken = with_held(p_held, slot * tl.num_programs(1) + head, taken, positions)
         p_state = p_pool + slot * pool_s + _state_offsets(head, rows, channels, K, V, V_FIRST)
         state = tl.load(p_state).to(tl.float32)
         state = _replay(state, p_records + slot * records_s, records_j, taken, head, rows, channels, K, V, 2 * K + V)
@@ -260,7 +274,7 @@ def _bind_sm90(call: DecodeCall) -> launch.Launch:
 
 
 def verify(call: VerifyCall) -> None:
-    """`Backend.verify`, both forms."""
+    """`Backend.verify`, all forms."""
     if call.segments.count == 0 or call.tokens.count == 0:
         return
     if call.records is None:
@@ -320,7 +334,7 @@ def _run_replay(call: VerifyCall, records: Tensor) -> None:
         prepared = call.memo["triton"] = _bind_replay(call, records)
     segments = call.segments
     data = (*launch.inputs(call.tokens), call.out, call.pool, records)
-    tables = (segments.first_token, segments.length, call.slots, call.accepted)
+    tables = (segments.first_token, segments.length, call.slots, call.accepted, call.held)
     run, other = prepared
     if run.alone(
         call, data, tables
@@ -334,7 +348,8 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
     tokens, segments, pool = call.tokens, call.segments, call.pool
     machine = config.machine(pool.device)
     positions = records.shape[1]
-    chunked = positions > pair.MOST
+    longest = positions if call.held is None else min(positions, segments.max_length)
+    chunked = longest > pair.MOST
     launcher = chunk.launcher if chunked else pair.launcher
     programs = segments.count * tokens.value_heads
     group = tokens.value_heads // tokens.heads
@@ -359,7 +374,7 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
                 min(tokens.value_dim, elements // tokens.key_dim),
                 call.state_v_first,
                 tokens.value_heads,
-                *(chunk.constants(positions, machine.precision) if chunked else ()),
+                *(chunk.constants(longest, machine.precision) if chunked else ()),
                 warps,
             ),
             num_warps=warps,
@@ -376,7 +391,7 @@ def commit(call: CommitCall) -> None:
     prepared = call.memo.get("triton")
     if prepared is None:
         prepared = call.memo["triton"] = _bind_commit(call)
-    prepared.alone(call, (call.pool, call.records), (call.slots, call.accepted))
+    prepared.alone(call, (call.pool, call.records), (call.slots, call.accepted, call.held))
 
 
 def _bind_commit(call: CommitCall) -> launch.Launch:
