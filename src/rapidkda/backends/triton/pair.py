@@ -20,7 +20,7 @@ from .chunk import fold
 
 MOST = 2  # tokens
 PAIR = tl.constexpr(MOST)
-AT_ONCE = tl.constexpr(4)  # records of deferred states that are folded together
+AT_ONCE = tl.constexpr(2)  # records of deferred states that are folded together: more take registers
 
 
 @triton.jit
