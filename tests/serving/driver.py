@@ -23,6 +23,7 @@ class Driver:
         *,
         max_drafts: int = 3,
         rollback: Rollback = "replay",
+        record_rows: int | None = None,
         slots: int = 40,
         limits: StepLimits = LIMITS,
         fixed: bool = False,
@@ -32,9 +33,8 @@ class Driver:
         self.layer = make_layer(seed) if layer is None else layer
         self.oracle = Oracle(self.layer)
         self.device = self.layer.in_proj.device
-        self.pool = StatePool(
-            self.layer.state_shape(max_drafts, rollback), slots, device=self.device, pad_slot=pad_slot
-        )
+        shape = self.layer.state_shape(max_drafts, rollback, record_rows=record_rows)
+        self.pool = StatePool(shape, slots, device=self.device, pad_slot=pad_slot)
         self.pool.fill(range(slots), float("nan"))
         self.batch = StepBatch(self.pool, limits, fixed=fixed)
         self.workspace = make_workspace(self.layer, self.pool, limits, device=self.device)

@@ -28,15 +28,25 @@ def storage_bytes(pool: StatePool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rollback", "max_drafts", "state_dtype", "conv_dtype", "value_heads"),
+    ("rollback", "max_drafts", "record_rows", "state_dtype", "conv_dtype", "value_heads"),
     list(
         itertools.product(
-            ["replay", "slots"], [0, 3], [torch.float32, torch.bfloat16], [torch.bfloat16, torch.float32], [2, 4]
+            ["replay", "slots"],
+            [0, 3],
+            [None, 4, 5],
+            [torch.float32, torch.bfloat16],
+            [torch.bfloat16, torch.float32],
+            [2, 4],
         )
     ),
 )
 def test_pool_bytes_are_exact(
-    rollback: Any, max_drafts: int, state_dtype: torch.dtype, conv_dtype: torch.dtype, value_heads: int
+    rollback: Any,
+    max_drafts: int,
+    record_rows: int | None,
+    state_dtype: torch.dtype,
+    conv_dtype: torch.dtype,
+    value_heads: int,
 ) -> None:
     shape = StateShape(
         heads=2,
@@ -45,6 +55,7 @@ def test_pool_bytes_are_exact(
         value_heads=value_heads,
         max_drafts=max_drafts,
         rollback=rollback,
+        record_rows=record_rows,
         state_dtype=state_dtype,
         conv_dtype=conv_dtype,
     )
@@ -53,10 +64,30 @@ def test_pool_bytes_are_exact(
 
 
 def test_replay_needs_less_than_a_slot_a_token() -> None:
-    """At the released models' dims: one 64 KiB state and k + 1 records of 1.5 KiB a head, not k + 1 states."""
+    """At the released models' dims: one 64 KiB state and 2 (k + 1) records of 1.5 KiB a head, not k + 1 states."""
     replay, slots = (StateShape(heads=16, max_drafts=3, rollback=form) for form in ("replay", "slots"))  # type: ignore[arg-type]
     per_request = [plan_bytes(shape, shape.slots_per_request) for shape in (replay, slots)]
     assert per_request[0] * 3 < per_request[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "defers"),
+    [
+        ({"max_drafts": 1}, 8, True),
+        ({"max_drafts": 3}, 8, True),
+        ({"max_drafts": 7}, 16, True),
+        ({"max_drafts": 7, "record_rows": 9}, 9, True),
+        ({"max_drafts": 7, "record_rows": 8}, 8, False),
+        ({"max_drafts": 0, "record_rows": 9}, 0, False),
+        ({"max_drafts": 7, "record_rows": 9, "rollback": "slots"}, 0, False),
+    ],
+)
+def test_records_of_a_slot(fields: dict[str, Any], rows: int, defers: bool) -> None:
+    shape = StateShape(heads=2, key_dim=8, value_dim=8, **fields)
+    assert (shape.records_per_slot, shape.defers) == (rows, defers)
+    state = StatePool(shape, 3).layers[0]
+    assert (state.held is not None) == defers
+    assert (state.records is not None) == (rows > 0)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -137,8 +168,9 @@ def test_slots_are_marked_on_reuse(on_reuse: Any, expected: float) -> None:
     slot = pool.allocate("a")[0]
     for state in pool.layers:
         for value in state.tensors().values():
-            assert torch.equal(value[slot].float(), torch.full_like(value[slot].float(), expected)) or (
-                expected != expected and value[slot].isnan().all()
+            mark = expected if value.is_floating_point() or expected == 0.0 else float(2**31 - 1)
+            assert torch.equal(value[slot].float(), torch.full_like(value[slot].float(), mark)) or (
+                mark != mark and value[slot].isnan().all()
             )
             others = [other for other in range(3) if other != slot]
             assert (value[others] == 7.0).all()

@@ -296,7 +296,12 @@ SHAPE = StateShape(heads=2, key_dim=8, value_dim=8, max_drafts=2)
         ("conv", torch.zeros(5, 48, 5, dtype=torch.bfloat16), ValueError),
         ("conv", torch.zeros(5, 5, 48), TypeError),
         ("records", torch.zeros(5, 2, 2, 24), ValueError),
+        ("records", torch.zeros(5, 3, 2, 24), ValueError),  # of states that are not deferred
         ("records", None, TypeError),
+        ("held", torch.zeros(5, 1, dtype=torch.int32), ValueError),
+        ("held", torch.zeros(5, 2, dtype=torch.int64), TypeError),
+        ("held", torch.zeros(5, 4, dtype=torch.int32)[:, :2], ValueError),
+        ("held", None, TypeError),
     ],
 )
 def test_a_wrapped_pool_must_fit_its_shape(part: str, value: torch.Tensor | None, error: type[Exception]) -> None:
@@ -304,10 +309,19 @@ def test_a_wrapped_pool_must_fit_its_shape(part: str, value: torch.Tensor | None
         "recurrent": torch.zeros(SHAPE.recurrent(5)),
         "conv": torch.zeros(SHAPE.conv(5), dtype=torch.bfloat16),
         "records": torch.zeros(SHAPE.records(5)),
+        "held": torch.zeros(SHAPE.held(5), dtype=torch.int32),
     }
     assert StatePool.wrap(SHAPE, [LayerState(**parts)]).num_slots == 5
     with pytest.raises(error, match=part):
         StatePool.wrap(SHAPE, [LayerState(**{**parts, part: value})])
+
+
+def test_a_wrapped_pool_has_no_number_of_records_that_nobody_keeps() -> None:
+    shape = replace(SHAPE, record_rows=3)
+    own = StatePool(shape, 5).layers[0]
+    assert own.held is None
+    with pytest.raises(ValueError, match="held"):
+        StatePool.wrap(shape, [replace(own, held=torch.zeros(5, 2, dtype=torch.int32))])
 
 
 @pytest.mark.parametrize(
@@ -317,6 +331,8 @@ def test_a_wrapped_pool_must_fit_its_shape(part: str, value: torch.Tensor | None
         ({"heads": 2, "value_heads": 3}, "value_heads"),
         ({"heads": 2, "conv_width": 1}, "conv_width"),
         ({"heads": 2, "max_drafts": -1}, "max_drafts"),
+        ({"heads": 2, "max_drafts": 3, "record_rows": 3}, "record_rows"),
+        ({"heads": 2, "record_rows": 0}, "record_rows"),
         ({"heads": 2, "rollback": "undo"}, "rollback"),
         ({"heads": 2, "state_dtype": torch.float16}, "state_dtype"),
         ({"heads": 2, "conv_dtype": torch.int8}, "conv_dtype"),

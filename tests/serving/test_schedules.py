@@ -97,6 +97,7 @@ class Engine(RuleBasedStateMachine):
 
     @initialize(
         max_drafts=st.integers(1, 4),
+        more_rows=st.sampled_from([None, 0, 1, 3]),
         pad_slot=st.sampled_from([-1, 0]),
         bounded=st.booleans(),
         channels_last=st.booleans(),
@@ -107,6 +108,7 @@ class Engine(RuleBasedStateMachine):
     def start(
         self,
         max_drafts: int,
+        more_rows: int | None,
         pad_slot: int,
         bounded: bool,
         channels_last: bool,
@@ -127,7 +129,8 @@ class Engine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         sample, _ = self.oracle.run(self.inputs(64), self.oracle.fresh())
         self.row_norm = float(sample.norm(dim=1).mean())
-        shape = self.layer.state_shape(max_drafts, self.rollback, conv_channels_last=channels_last)
+        rows = None if more_rows is None else 1 + max_drafts + more_rows
+        shape = self.layer.state_shape(max_drafts, self.rollback, record_rows=rows, conv_channels_last=channels_last)
         slots = arrivals * shape.slots_per_request + spare
         self.pool = StatePool(shape, slots, device=self.device, pad_slot=pad_slot, on_reuse="poison")
         self.pool.fill(range(slots), float("nan"))

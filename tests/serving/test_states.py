@@ -189,6 +189,41 @@ def test_hand_over_between_pools(rollback: Rollback, open_tokens: int) -> None:
         assert relative_error(got, wanted) <= OUT
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_deferred_records_leave_with_the_state(steps: int) -> None:
+    """An exported state holds what was accepted before the open drafts, wherever its pool kept that, so it goes into a
+    pool of any number of records."""
+    layer = make_layer(1)
+    drivers = [Driver(layer, max_drafts=2, record_rows=rows) for rows in (3, 4, 9)]
+    blobs = []
+    for driver in drivers:
+        state = driver.prefill("a", driver.hidden(9))
+        told = 0
+        for step in range(steps):
+            count = 1 + step % 3
+            hidden = driver.hidden(count)
+            driver.step(StepRequest("a", "verify", count, driver.slots("a"), accepted=told), inputs={"a": hidden})
+            before, after = state, driver.oracle.run(hidden, state)[1]
+            told = max(1, count - 1)
+            state = after[told - 1]
+        whole = driver.snapshot()
+        blobs.append(export_state(driver.pool, driver.slots("a"), count))
+        assert not changed_slots(driver.pool, whole)
+        assert relative_error(blobs[-1].layers[0]["recurrent"][:, 0].transpose(-1, -2), before.recurrent.cpu()) <= STATE
+    for driver in drivers:
+        for blob in blobs:
+            name = f"from {blob.shape.records_per_slot}"
+            slots = driver.pool.allocate(name)
+            driver.pool.fill(slots, float("nan"))
+            import_state(driver.pool, slots, blob, name)
+            for kind, count, told_now, start in (("verify", 3, told, state), ("decode", 1, 2, None)):
+                hidden = driver.hidden(count)
+                record = StepRequest(name, kind, count, slots, accepted=told_now)  # type: ignore[arg-type]
+                got = driver.step(record, inputs={name: hidden})[name]
+                wanted, after = driver.oracle.run(hidden, after[1] if start is None else start)
+                assert relative_error(got, wanted) <= OUT
+
+
 @pytest.mark.parametrize("part", ["recurrent", "conv_q", "conv_k", "conv_v", "records"])
 def test_a_state_with_a_missing_part_is_refused(part: str) -> None:
     driver = Driver()
@@ -248,7 +283,7 @@ def labelled_pools(parts: int, heads: int = 8, dim: int = 4) -> list[StatePool]:
         pool.layers[0].conv[1] = channels.float() + torch.arange(shape.conv_length)[:, None] * 1000
         pool.layers[0].recurrent[1] = own.float()[:, None, None]
         assert pool.layers[0].records is not None
-        pool.layers[0].records[1] = own.float()[None, :, None]
+        pool.layers[0].records[1, :3] = own.float()[None, :, None]
         pools.append(pool)
     return pools
 

@@ -59,6 +59,24 @@ def state_without_history(patch: Patch) -> None:
     patch.setattr(transfer, "_write", partial)
 
 
+def deferred_records_left_behind(patch: Patch) -> None:
+    """An exported state without the records before those of the open drafts."""
+    patch.setattr(transfer, "_before_the_open", lambda state, records, held, count: (state, records[:count]))
+
+
+def imported_beside_old_records(patch: Patch) -> None:
+    """The number of records of the slot's last tenant."""
+    write = transfer._write
+
+    def partial(state: Any, shape: Any, slots: Any, parts: dict[str, Any]) -> None:
+        before = None if state.held is None else state.held.clone()
+        write(state, shape, slots, parts)
+        if before is not None:
+            state.held.copy_(before)
+
+    patch.setattr(transfer, "_write", partial)
+
+
 def last_state_as_checkpoint(patch: Patch) -> None:
     """The prefill's final state exported for every checkpoint (of the recurrent state only)."""
     prefill = ops.prefill_layer
@@ -126,6 +144,13 @@ FAULTS: dict[str, tuple[type[Engine], Callable[[Patch], None]]] = {
     "records never folded in": (ReplayEngine, lambda p: call_with(p, "commit", accepted=lambda a: a * 0)),
     "one record too many": (ReplayEngine, lambda p: call_with(p, "verify", accepted=lambda a: a + (a > 0).int())),
     "one record too few": (ReplayEngine, lambda p: call_with(p, "commit", accepted=lambda a: (a - 1).clamp(min=0))),
+    "deferred records dropped": (
+        ReplayEngine,
+        lambda p: call_with(p, "verify", held=lambda h: h if h is None else h * 0),
+    ),
+    "deferred records not committed": (ReplayEngine, lambda p: call_with(p, "commit", held=None)),
+    "deferred records left behind": (ReplayEngine, deferred_records_left_behind),
+    "hand-over beside old records": (ReplayEngine, imported_beside_old_records),
     "no rollback of the history": (ReplayEngine, lambda p: call_with(p, "causal_conv", accepted=lambda a: None)),
     "history kept as by a decode": (ReplayEngine, lambda p: call_with(p, "causal_conv", keep_all=False)),
     "history of the own slot": (

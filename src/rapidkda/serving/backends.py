@@ -17,7 +17,7 @@ from ..problem import Op
 log = logging.getLogger("rapidkda")
 
 # A layer is built before the pool that says how drafts are undone, and backends need not have both forms of rollback:
-# "verify" is verification by replay, and commit.
+# "verify" is verification by replay, with deferred states or without, and commit.
 LayerOp = Literal["prefill", "decode", "verify", "verify_slots", "conv", "norm"]
 
 
@@ -77,6 +77,7 @@ def _choose(prefill: tuple[str, str], decode: tuple[str, str], request: Request)
             op=op,
             checkpoints=request.checkpoints and op == "prefill",
             rollback="slots" if label == "verify_slots" else "replay",
+            deferred=label == "verify",
         )
         name, source = prefill if op == "prefill" else decode
         choice = (_follow if op in ("conv", "norm") else dispatch.resolve)(asked, name, source)

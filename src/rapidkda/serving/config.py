@@ -26,6 +26,8 @@ class StateShape:
         max_drafts: k_max, the most draft tokens of a verify step; 0 without speculation.
         rollback: how a verify step is undone. "replay": one state a request and a compact record a token.
             "slots": one state a token, so a request takes 1 + k_max slots.
+        record_rows: records that a slot holds with replay, at least 1 + k_max (default: twice that, and at least 8).
+            Above 1 + k_max states are deferred: one is stored only where its records are full.
         conv_channels_last: history pool [S, L, C] (as the token axis lies in memory) instead of [S, C, L].
     """
 
@@ -38,6 +40,7 @@ class StateShape:
     conv_dtype: torch.dtype = torch.bfloat16
     max_drafts: int = 0
     rollback: Rollback = "replay"
+    record_rows: int | None = None
     conv_channels_last: bool = True
 
     def __post_init__(self) -> None:
@@ -50,6 +53,11 @@ class StateShape:
         _dtype("state_dtype", self.state_dtype, checks.STATE_DTYPES)
         _dtype("conv_dtype", self.conv_dtype, checks.FLOATS)
         checks.choice("rollback", self.rollback, ROLLBACKS)
+        if self.record_rows is not None:
+            checks.integer("record_rows", self.record_rows, 1)
+            if self.has_records and self.record_rows <= self.max_drafts:
+                least = f"at least {1 + self.max_drafts} (1 + k_max), the tokens of a verify step"
+                raise ValueError(f"record_rows must be {least}, got {self.record_rows}")
         checks.boolean("conv_channels_last", self.conv_channels_last)
 
     @property
@@ -75,6 +83,18 @@ class StateShape:
     def has_records(self) -> bool:
         return self.rollback == "replay" and self.max_drafts > 0
 
+    @property
+    def records_per_slot(self) -> int:
+        """R, 0 without records."""
+        if not self.has_records:
+            return 0
+        return max(8, 2 * (1 + self.max_drafts)) if self.record_rows is None else self.record_rows
+
+    @property
+    def defers(self) -> bool:
+        """Whether states are stored only where their records are full."""
+        return self.records_per_slot > 1 + self.max_drafts
+
     def recurrent(self, num_slots: int) -> tuple[int, ...]:
         """[S, HV, V, K]"""
         return num_slots, self.value_heads, self.value_dim, self.key_dim
@@ -85,8 +105,12 @@ class StateShape:
         return (num_slots, *(inner if self.conv_channels_last else inner[::-1]))
 
     def records(self, num_slots: int) -> tuple[int, ...]:
-        """[S, 1 + k_max, HV, 2K + V]"""
-        return num_slots, 1 + self.max_drafts, self.value_heads, 2 * self.key_dim + self.value_dim
+        """[S, R, HV, 2K + V]"""
+        return num_slots, self.records_per_slot, self.value_heads, 2 * self.key_dim + self.value_dim
+
+    def held(self, num_slots: int) -> tuple[int, ...]:
+        """[S, HV]"""
+        return num_slots, self.value_heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ def run_core(
             slots=batch.verify.slots,
             accepted=batch.verify.accepted,
             records=state.records,
+            held=state.held,
             backend=choices["verify_slots" if state.records is None else "verify"],
         )
     if not norms_apart:
@@ -203,6 +204,7 @@ def _settle(table: RowTable, pool: StatePool, state: LayerState, choices: Mappin
             records=state.records,
             slots=table.slots,
             accepted=table.accepted,
+            held=state.held,
             pad_slot=pool.pad_slot,
             backend=choices["verify"],
         )

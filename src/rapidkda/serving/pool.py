@@ -16,6 +16,7 @@ from .slots import SlotTable
 
 OnReuse = Literal["keep", "zero", "poison"]
 ON_REUSE: tuple[OnReuse, ...] = ("keep", "zero", "poison")
+WILD = 2**31 - 1  # the NaN of integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,16 +26,18 @@ class LayerState:
     Attributes:
         recurrent: [S, HV, V, K], float32 or bfloat16.
         conv: convolution inputs, oldest first, [S, L, C] or [S, C, L]; L = W - 1 + k_max.
-        records: float32 [S, 1 + k_max, HV, 2K + V] with the replay form of speculation, else None.
+        records: float32 [S, R, HV, 2K + V] with the replay form of speculation, else None.
+        held: int32 [S, HV], dense, where states are deferred, else None: records before those of the last verify step.
     """
 
     recurrent: Tensor
     conv: Tensor
     records: Tensor | None = None
+    held: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, without the absent ones."""
-        named = {"recurrent": self.recurrent, "conv": self.conv, "records": self.records}
+        named = {"recurrent": self.recurrent, "conv": self.conv, "records": self.records, "held": self.held}
         return {name: value for name, value in named.items() if value is not None}
 
 
@@ -43,6 +46,8 @@ def plan_bytes(shape: StateShape, num_slots: int, layers: int = 1) -> int:
     sizes = [(shape.recurrent(num_slots), shape.state_dtype), (shape.conv(num_slots), shape.conv_dtype)]
     if shape.has_records:
         sizes.append((shape.records(num_slots), torch.float32))
+    if shape.defers:
+        sizes.append((shape.held(num_slots), torch.int32))
     return layers * sum(math.prod(extents) * dtype.itemsize for extents, dtype in sizes)
 
 
@@ -124,11 +129,11 @@ class StatePool:
             self.fill(slots, math.nan)
 
     def fill(self, slots: Sequence[int], value: float) -> None:
-        """Set everything in some slots, in all layers, to one value."""
+        """Set everything in some slots, in all layers, to one value; numbers of records to a wild one for NaN."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         for state in self.layers:
             for tensor in state.tensors().values():
-                tensor.index_fill_(0, index, value)
+                tensor.index_fill_(0, index, value if tensor.is_floating_point() or math.isfinite(value) else WILD)
 
     def _table(self) -> SlotTable:
         if self.slots is None:
@@ -141,6 +146,7 @@ def _allocate(shape: StateShape, num_slots: int, device: torch.device) -> LayerS
         recurrent=torch.zeros(shape.recurrent(num_slots), dtype=shape.state_dtype, device=device),
         conv=torch.zeros(shape.conv(num_slots), dtype=shape.conv_dtype, device=device),
         records=torch.zeros(shape.records(num_slots), device=device) if shape.has_records else None,
+        held=torch.zeros(shape.held(num_slots), dtype=torch.int32, device=device) if shape.defers else None,
     )
 
 
@@ -150,7 +156,9 @@ def _check(name: str, state: LayerState, shape: StateShape, num_slots: int, devi
         "conv": (shape.conv(num_slots), shape.conv_dtype, "[S, L, C]" if shape.conv_channels_last else "[S, C, L]"),
     }
     if shape.has_records:
-        expected["records"] = (shape.records(num_slots), torch.float32, "[S, 1 + k_max, HV, 2K + V]")
+        expected["records"] = (shape.records(num_slots), torch.float32, "[S, R, HV, 2K + V]")
+    if shape.defers:
+        expected["held"] = (shape.held(num_slots), torch.int32, "[S, HV]")
     for part, (extents, dtype, meaning) in expected.items():
         value = checks.tensor(f"{name}.{part}", getattr(state, part))
         checks.shape(f"{name}.{part}", value, extents, meaning)
@@ -160,3 +168,9 @@ def _check(name: str, state: LayerState, shape: StateShape, num_slots: int, devi
             raise ValueError(f"{name}.{part} must be on {device} like the first pool, got {value.device}")
     if not shape.has_records and state.records is not None:
         raise ValueError(f"{name}.records must be None without the replay form of speculation, got a tensor")
+    if state.held is None:
+        return
+    if not shape.defers:
+        raise ValueError(f"{name}.held must be None unless states are deferred, got a tensor")
+    if not state.held.is_contiguous():
+        raise ValueError(f"{name}.held must be contiguous, got strides {list(state.held.stride())}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, ops
 from .config import StateShape
 from .pool import LayerState, StatePool
 
@@ -22,6 +22,9 @@ PARTS = ("recurrent", "conv_q", "conv_k", "conv_v")
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportedState:
     """One request's state in every layer, on the host.
+
+    With open tokens, the recurrent state is the one before them: what was accepted earlier is in it, also where the
+    pool deferred it.
 
     Attributes:
         layers: for each layer, part name to tensor, heads first: recurrent [HV, P, V, K] with P = 1, or the open
@@ -138,13 +141,31 @@ def _read(state: LayerState, shape: StateShape, slots: Sequence[int], open_draft
     length = shape.conv_width - 1 + max(0, open_drafts - 1)
     heads = (shape.heads, shape.heads, shape.value_heads)
     history = _history(state, shape, slots[0])[:, :length].split(list(shape.conv_parts))
-    parts = {"recurrent": torch.stack([state.recurrent[slot] for slot in slots[:positions]], dim=1)}
+    states = [state.recurrent[slot] for slot in slots[:positions]]
+    records = None
+    if state.records is not None and open_drafts:
+        records = state.records[slots[0], :open_drafts]
+        if state.held is not None:
+            states[0], records = _before_the_open(states[0], state.records[slots[0]], state.held[slots[0]], open_drafts)
+    parts = {"recurrent": torch.stack(states, dim=1)}
     parts.update(
         (name, part.reshape(count, -1, length)) for name, part, count in zip(PARTS[1:], history, heads, strict=True)
     )
-    if state.records is not None and open_drafts:
-        parts["records"] = state.records[slots[0], :open_drafts].transpose(0, 1)
+    if records is not None:
+        parts["records"] = records.transpose(0, 1)
     return {name: value.detach().clone(memory_format=torch.contiguous_format).cpu() for name, value in parts.items()}
+
+
+def _before_the_open(state: Tensor, records: Tensor, held: Tensor, open_drafts: int) -> tuple[Tensor, Tensor]:
+    """A deferred state [HV, V, K] with the first `held` [HV] of the slot's records [R, HV, 2K + V] applied, and the
+    records of the open tokens, which follow them. The pool is unchanged."""
+    held = held.clamp(0, records.shape[0] - open_drafts)
+    whole, one = state.clone()[None], torch.ones(1, dtype=torch.int32, device=state.device)
+    before = (held - 1)[None]  # and one that was accepted
+    ops.commit(state=whole, records=records[None], slots=one - 1, accepted=one, held=before, backend="torch")
+    whole = torch.where((held > 0)[:, None, None], whole[0], state)
+    rows = (held + torch.arange(open_drafts, device=held.device)[:, None]).long()  # [n, HV]
+    return whole, records.gather(0, rows[:, :, None].expand(-1, -1, records.shape[2]))
 
 
 def _expected(shape: StateShape, open_drafts: int) -> dict[str, tuple[int, ...]]:
@@ -176,3 +197,5 @@ def _write(state: LayerState, shape: StateShape, slots: Sequence[int], parts: di
     _history(state, shape, slots[0])[:, : history.shape[1]].copy_(history)
     if state.records is not None and "records" in parts:
         state.records[slots[0], : parts["records"].shape[1]].copy_(parts["records"].transpose(0, 1))
+    if state.held is not None:
+        state.held[slots[0]] = 0
