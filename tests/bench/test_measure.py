@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import rapidkda
 from rapidkda import ops
 from rapidkda.bench import cpu, steps
 from rapidkda.bench.peers import Bound
+from rapidkda.bench.steps import SUFFIXES, Form
 from rapidkda.bench.timing import Settings
+from rapidkda.dispatch import resolve
 from rapidkda.problem import Op
-from rapidkda.testing import Inputs, Shape, decode_shape
+from rapidkda.testing import Inputs, Shape, decode_shape, regime
 
 CPU = torch.device("cpu")
 FEW = Settings(rounds=2, replays=1)
 
 
-def plan(op: Op, shape: Shape, *, replay: bool = True, regimes: tuple[str, ...] = ("slow",)) -> steps.Plan:
-    return steps.Plan(op, (shape,), regimes, ("torch",), (), CPU, settings=FEW, replay=replay)
+def plan(op: Op, shape: Shape, *, form: Form = "replay", regimes: tuple[str, ...] = ("slow",)) -> steps.Plan:
+    return steps.Plan(op, (shape,), regimes, ("torch",), (), CPU, settings=FEW, forms=(form,))
 
 
 def test_cpu_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,20 +52,21 @@ def test_cpu_rows_refuse_to_time_a_wrong_result(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("op", "shape", "replay"),
+    ("op", "shape", "form"),
     [
-        ("prefill", Shape("ragged", (70, 3, 0, 33), 2), True),
-        ("decode", decode_shape(5, 2), True),
-        ("verify", decode_shape(4, 2, 3), True),
-        ("verify", decode_shape(4, 2, 3), False),
+        ("prefill", Shape("ragged", (70, 3, 0, 33), 2), "replay"),
+        ("decode", decode_shape(5, 2), "replay"),
+        ("verify", decode_shape(4, 2, 3), "replay"),
+        ("verify", decode_shape(7, 2, 1), "deferred"),
+        ("verify", decode_shape(4, 2, 3), "slots"),
     ],
 )
-def test_steps_are_right_in_both_gates(op: Op, shape: Shape, replay: bool) -> None:
-    measured = steps.measure(plan(op, shape, replay=replay, regimes=("slow", "unbounded")), lambda line: None)
+def test_steps_are_right_in_both_gates(op: Op, shape: Shape, form: Form) -> None:
+    measured = steps.measure(plan(op, shape, form=form, regimes=("slow", "unbounded")), lambda line: None)
     assert measured.missed == []
     assert [row.regime for row in measured.rows] == ["slow", "unbounded"]
     for row in measured.rows:
-        assert (row.bench, row.shape, row.impl) == (op, shape.name, "torch" if replay else "torch-slots")
+        assert (row.bench, row.shape, row.impl) == (op, shape.name, f"torch{SUFFIXES[form]}")
         assert row.us > 0
         assert row.err_out is not None
         assert 1e-5 < row.err_out < 5e-3, "bfloat16 outputs err by their rounding"
@@ -68,16 +74,45 @@ def test_steps_are_right_in_both_gates(op: Op, shape: Shape, replay: bool) -> No
         assert math.isfinite(row.err_state)
 
 
-@pytest.mark.parametrize("replay", [True, False])
-@pytest.mark.parametrize("op", ["decode", "verify"])
-def test_states_in_bfloat16_have_rows_of_their_own(op: Op, replay: bool) -> None:
+@pytest.mark.parametrize("number", range(4))
+def test_calls_of_deferred_states_store_a_share_of_them(number: int) -> None:
+    """Of 8 requests of 2 tokens and 8 records, 2 store their states in any call, whatever the input set."""
+    settings = plan("verify", decode_shape(8, 2, 1))
+    inputs = steps._inputs(settings, settings.shapes[0], regime("slow"), 0)
+    choice = resolve(steps._request(settings, inputs, "deferred"), "torch", "test")
+    pools: list[Tensor] = []
+
+    def verify(*operands: Tensor, **options: Any) -> Tensor:
+        pools.append(options["state"])
+        return rapidkda.verify(*operands, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "verify", verify)
+        bound = steps._defer(settings, inputs, choice, number)
+        changed = []
+        for _ in range(5):
+            before = pools[-1].clone()
+            bound.call()
+            changed.append((pools[-1] != before).flatten(1).any(1).nonzero().flatten().tolist())
+    assert changed == [[(n - number) % 4, (n - number) % 4 + 4] for n in range(5)]
+
+
+def test_records_of_deferred_states_are_those_of_serving_unless_told() -> None:
+    for drafts, told, records in ((1, None, 8), (3, None, 8), (7, None, 16), (7, 24, 24)):
+        shape = decode_shape(2, 2, drafts)
+        settings = replace(plan("verify", shape, form="deferred"), records=told)
+        assert steps._note(settings, "deferred", shape).endswith(f"deferred states, {records} records a slot")
+
+
+@pytest.mark.parametrize(("op", "form"), [("decode", "replay"), *[("verify", form) for form in SUFFIXES]])
+def test_states_in_bfloat16_have_rows_of_their_own(op: Op, form: Form) -> None:
     shape = decode_shape(2, 2, 0 if op == "decode" else 3)
-    plans = [replace(plan(op, shape), replay=replay, state_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    plans = [replace(plan(op, shape, form=form), state_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     wide, narrow = (steps.measure(one, lambda line: None) for one in plans)
     assert wide.missed == narrow.missed == []
     for row, exact in zip(narrow.rows, wide.rows, strict=True):
         assert row.shape == f"{shape.name}_bf16"
-        assert row.impl == exact.impl == ("torch" if replay else "torch-slots")
+        assert row.impl == exact.impl == f"torch{SUFFIXES[form]}"
         assert exact.err_state < 1e-5 < 5e-4 < row.err_state < 4e-3, "states err by their rounding"
 
 

@@ -7,11 +7,13 @@ sequences and heads, and a miss is reported as such. One of ours makes the run f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +21,10 @@ from torch import Tensor
 from .. import ops
 from ..backends.base import Request
 from ..device import Device
-from ..dispatch import REGISTRY, Choice, load, resolve
+from ..dispatch import Choice, load, resolve
 from ..problem import GateKind, Op, Sizes
 from ..segments import Segments
+from ..serving.config import StateShape
 from ..testing.inputs import Inputs, make_inputs
 from ..testing.regimes import Regime
 from ..testing.regimes import regime as regime_by_name
@@ -33,6 +36,10 @@ from .timing import Settings, copy_bandwidth, device_times, host_time, launches
 
 CACHE_BYTES = 2 * 60 * 2**20  # inputs are rotated until they are twice the L2 cache of a Hopper GPU
 MOST_SETS = 8
+
+# How a verification is undone: by replay, its states stored in every step or deferred, or from one slot a position.
+Form = Literal["replay", "deferred", "slots"]
+SUFFIXES: dict[Form, str] = {"replay": "", "deferred": "-deferred", "slots": "-slots"}  # of a row's implementation
 
 Log = Callable[[str], None]
 Expected = tuple[Tensor, Tensor]
@@ -51,7 +58,8 @@ class Plan:
     dtype: torch.dtype = torch.bfloat16
     settings: Settings = field(default_factory=Settings)
     seed: int = 0
-    replay: bool = True  # verification: replay of records, or one slot a position
+    forms: tuple[Form, ...] = ("replay",)  # of verification
+    records: int | None = None  # a slot, with deferred states; as serving has them by default
     state_dtype: torch.dtype = torch.float32  # of decode's and verification's pools
 
 
@@ -99,22 +107,23 @@ def _workload(
     sets = 1 if plan.device.type == "cpu" else min(MOST_SETS, max(1, math.ceil(CACHE_BYTES / held)))
     inputs = [_inputs(plan, shape, regime, plan.seed + i) for i in range(sets)]
     sample = Sample.of(inputs[0])
-    future = pool.submit(expected, sample.inputs, 2 if plan.op == "verify" else 1)
+    passes = {form: _passes(plan, form, shape) for form in plan.forms}
+    futures = {count: pool.submit(expected, sample.inputs, count) for count in set(passes.values())}
     floor = None if bandwidth is None else moved / bandwidth / 1e6
-    binders: dict[str, Callable[[Inputs], Bound]] = {}
-    for name in plan.backends:
-        unmet = load(name).unmet(_request(plan, inputs[0]))
+    binders: dict[str, tuple[Callable[[Inputs], Bound], str, int]] = {}  # with a note and the passes of its result
+    for name, form in itertools.product(plan.backends, plan.forms):
+        unmet = load(name).unmet(_request(plan, inputs[0], form))
         if unmet:
-            log(f"{shape.name} {regime.name}: {name} left out: {'; '.join(unmet)}")
+            log(f"{shape.name} {regime.name}: {name}{SUFFIXES[form]} left out: {'; '.join(unmet)}")
         else:
-            binders[name] = _binder(plan, name)
+            binders[f"{name}{SUFFIXES[form]}"] = _binder(plan, name, form), _note(plan, form, shape), passes[form]
     for peer in plan.peers:
         reason = peer.unmet(plan.op, inputs[0])
         if reason:
             log(f"{shape.name} {regime.name}: {peer.name} left out: {reason}")
         else:
-            binders[peer.name] = peer.bind
-    for name, bind in binders.items():
+            binders[peer.name] = peer.bind, "", passes[plan.forms[0]]
+    for name, (bind, note, count) in binders.items():
         try:
             row, results = _timed(plan, shape, regime.name, name, [bind(one) for one in inputs], sample)
         except torch.cuda.OutOfMemoryError as error:
@@ -122,7 +131,8 @@ def _workload(
             continue
         shown = f"{row.us:10.1f} us" + (f", {row.us / floor:5.2f} x floor" if floor else "")
         log(f"{plan.op} {shape.name} {regime.name} {name}: {shown}, host {row.host_us} us, {row.launches} launches")
-        yield replace(row, floor_us=None if floor is None else round(floor, 2)), sample, results, future
+        row = replace(row, floor_us=None if floor is None else round(floor, 2), note=row.note + note)
+        yield row, sample, results, futures[count]
 
 
 def _inputs(plan: Plan, shape: Shape, regime: Regime, seed: int) -> Inputs:
@@ -143,7 +153,7 @@ def _timed(
         bench=plan.op,  # type: ignore[arg-type]
         shape=shape.name if plan.state_dtype == torch.float32 else f"{shape.name}_bf16",
         regime=regime,
-        impl=name if plan.replay else f"{name}-slots",
+        impl=name,
         us=times.us,
         us_min=times.us_min,
         us_max=times.us_max,
@@ -152,15 +162,28 @@ def _timed(
         floor_us=None,
         err_out=None,
         err_state=None,
-        note=f"{str(plan.dtype)[6:]}, {len(bound)} input sets" + _form(plan, name),
+        note=f"{str(plan.dtype)[6:]}, {len(bound)} input sets",
     )
     return row, results
 
 
-def _form(plan: Plan, name: str) -> str:
-    if plan.op != "verify" or name not in REGISTRY:
+def _note(plan: Plan, form: Form, shape: Shape) -> str:
+    if plan.op != "verify":
         return ""
-    return ", replay of records" if plan.replay else ", one slot a position"
+    names = {"replay": "replay of records", "slots": "one slot a position"}
+    return f", {names.get(form) or f'deferred states, {_records(plan, shape)} records a slot'}"
+
+
+def _records(plan: Plan, shape: Shape) -> int:
+    """Records a slot with deferred states."""
+    return StateShape(heads=1, max_drafts=max(shape.seq_lens) - 1, record_rows=plan.records).records_per_slot
+
+
+def _passes(plan: Plan, form: Form, shape: Shape) -> int:
+    """How often a workload's tokens have run when its result is looked at, all of them accepted each time."""
+    if plan.op != "verify":
+        return 1
+    return 1 + (_records(plan, shape) // max(shape.seq_lens) if form == "deferred" else 1)
 
 
 def expected(inputs: Inputs, passes: int) -> Expected:
@@ -182,7 +205,7 @@ def state_bytes(shape: Shape, state_dtype: torch.dtype) -> int:
     return len(shape.seq_lens) * shape.hv * shape.key_dim * shape.value_dim * state_dtype.itemsize
 
 
-def _request(plan: Plan, inputs: Inputs) -> Request:
+def _request(plan: Plan, inputs: Inputs, form: Form) -> Request:
     gate: GateKind = "softplus" if inputs.lower_bound is None else "bounded"
     heads, value_heads = inputs.q.shape[1], inputs.v.shape[1]
     return Request(
@@ -193,15 +216,21 @@ def _request(plan: Plan, inputs: Inputs) -> Request:
         inputs.v.shape[2],
         gate,
         grouped_values=value_heads > heads,
-        rollback="replay" if plan.replay else "slots",
+        rollback="slots" if form == "slots" else "replay",
+        deferred=form == "deferred",
     )
 
 
-def _binder(plan: Plan, name: str) -> Callable[[Inputs], Bound]:
-    bind = {"prefill": _prefill, "decode": _decode, "verify": _verify}[plan.op]
+def _binder(plan: Plan, name: str, form: Form) -> Callable[[Inputs], Bound]:
+    numbers = itertools.count()  # of the input sets
 
     def bound(inputs: Inputs) -> Bound:
-        return bind(plan, inputs, resolve(_request(plan, inputs), name, "bench"))
+        choice = resolve(_request(plan, inputs, form), name, "bench")
+        if plan.op != "verify":
+            return (_prefill if plan.op == "prefill" else _decode)(plan, inputs, choice)
+        if form == "deferred":
+            return _defer(plan, inputs, choice, next(numbers))
+        return _verify(plan, inputs, choice, form == "replay")
 
     return bound
 
@@ -241,20 +270,20 @@ def _decode(plan: Plan, inputs: Inputs, choice: Choice) -> Bound:
     return Bound(call, lambda: (out, result()), lambda: reset(out))
 
 
-def _verify(plan: Plan, inputs: Inputs, choice: Choice) -> Bound:
+def _verify(plan: Plan, inputs: Inputs, choice: Choice, replay: bool) -> Bound:
     """A verify step after one whose tokens were all accepted: replay applies 1 + k records to the state it reads."""
     count, width = len(inputs.spans), inputs.segments.max_length
     heads, value_dim, key_dim = inputs.states.shape[1:]
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=plan.device)
-    rows = count * (1 if plan.replay else width)
+    rows = count * (1 if replay else width)
     pool = torch.empty((rows, heads, value_dim, key_dim), dtype=plan.state_dtype, device=plan.device)
     slots = torch.arange(pool.shape[0], dtype=torch.int32, device=plan.device)
     records = None
-    if plan.replay:
+    if replay:
         records = torch.empty((count, width, heads, 2 * key_dim + value_dim), device=plan.device)
     else:
         slots = slots.view(count, width)
-    first = slots if plan.replay else slots[:, 0]
+    first = slots if replay else slots[:, 0]
     none, every = (torch.full((count,), n, dtype=torch.int32, device=plan.device) for n in (0, width))
 
     def step(accepted: Tensor) -> None:
@@ -281,6 +310,58 @@ def _verify(plan: Plan, inputs: Inputs, choice: Choice) -> Bound:
             return out, pool[slots[:, -1].long()]
         ops.commit(state=pool, records=records, slots=slots, accepted=every, backend=choice)
         return out, pool[slots.long()]
+
+    reset()
+    return Bound(lambda: step(every), result, reset)
+
+
+def _defer(plan: Plan, inputs: Inputs, choice: Choice, number: int) -> Bound:
+    """The same with deferred states. A request stores its state in one of `cycle` steps: as in an engine, requests are
+    in every phase of that at once, and where they are fewer, input sets are. `reset` takes all of them through `cycle`
+    steps of accepted tokens; those that are to be in another phase leave speculation on the way and come back."""
+    count, width = len(inputs.spans), inputs.segments.max_length
+    heads, value_dim, key_dim = inputs.states.shape[1:]
+    rows = _records(plan, Shape("", (width,), heads))
+    cycle = rows // width
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=plan.device)
+    pool = torch.empty(inputs.states.shape, dtype=plan.state_dtype, device=plan.device)
+    records = torch.empty((count, rows, heads, 2 * key_dim + value_dim), device=plan.device)
+    held = torch.empty((count, heads), dtype=torch.int32, device=plan.device)
+    slots = torch.arange(count, dtype=torch.int32, device=plan.device)
+    every = torch.full_like(slots, width)
+    phase = (slots + number) % cycle
+
+    def step(accepted: Tensor) -> None:
+        ops.verify(
+            *inputs.operands(),
+            **inputs.options(),
+            segments=inputs.segments,
+            state=pool,
+            slots=slots,
+            accepted=accepted,
+            records=records,
+            held=held,
+            out=out,
+            backend=choice,
+        )
+
+    def commit(accepted: Tensor) -> None:
+        ops.commit(state=pool, records=records, held=held, slots=slots, accepted=accepted, backend=choice)
+
+    def reset() -> None:
+        poison(out, pool, records)
+        held.fill_(2**31 - 1)
+        pool.copy_(inputs.states)
+        for n in range(cycle):
+            leaving = every * (phase == n)
+            if n:
+                commit(leaving)
+            step(every - leaving if n else every * 0)
+        poison(out)
+
+    def result() -> Expected:
+        commit(every)
+        return out, pool
 
     reset()
     return Bound(lambda: step(every), result, reset)

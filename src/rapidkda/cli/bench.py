@@ -149,20 +149,39 @@ def bench_verify(
     regime: RegimeOption = None,
     backend: BackendsOption = None,
     inputs: InputsOption = None,
-    slots: Annotated[bool, typer.Option("--slots", help="One slot a position instead of replay of records.")] = False,
+    form: Annotated[
+        list[str] | None,
+        typer.Option(help="replay, deferred or slots; may be repeated. Default: replay, its states deferred and not."),
+    ] = None,
+    slots: Annotated[bool, typer.Option("--slots", help="The same as --form slots.")] = False,
+    records: Annotated[
+        int | None, typer.Option(min=2, help="Records a slot of deferred states. Default: two steps', at least 8.")
+    ] = None,
     state_dtype: StateOption = "float32",
     rounds: RoundsOption = 5,
     replays: ReplaysOption = 10,
 ) -> None:
     """Speculative verification of 1 + k tokens for each request, all tokens of the step before accepted.
 
+    Replay of records stores the states in every step (`cuda`), or only where the records are full (`cuda-deferred`);
+    with one slot a position (`triton-slots`) there are no records.
+
     **Example:** `rapidkda bench verify --batch 64 --drafts 3`
     """
+    if slots and form:
+        raise UserError(f"--slots and --form must not both be given, got --form {form[0]}")
+    for name in form or ():
+        if name not in steps.SUFFIXES:
+            raise UserError(f"--form must be one of {', '.join(steps.SUFFIXES)}, got {name!r}")
+    wanted = tuple(x for x in steps.SUFFIXES if x in (form or (["slots"] if slots else ["replay", "deferred"])))
+    longest = 1 + max(drafts or VERIFY_DRAFTS)
+    if records is not None and "deferred" in wanted and records < longest:
+        raise UserError(f"--records must be at least {longest}, the tokens of a step, got {records}")
     counts = [(n, k) for k in drafts or VERIFY_DRAFTS for n in batch or DECODE_BATCHES]
     shapes = tuple(decode_shape(n, heads, k) for n, k in counts)
     regimes = _regimes(regime, inputs, shapes)
-    form = partial(measure, replay=not slots, state_dtype=state_dtype)
-    form("verify", shapes, regimes, backend, "none", None, rounds, replays, out)
+    run = partial(measure, forms=wanted, records=records, state_dtype=state_dtype)
+    run("verify", shapes, regimes, backend, "none", None, rounds, replays, out)
 
 
 @app.command("layer")
@@ -213,7 +232,8 @@ def measure(
     replays: int,
     out: Path | None,
     *,
-    replay: bool = True,
+    forms: tuple[steps.Form, ...] = ("replay",),
+    records: int | None = None,
     state_dtype: str = "float32",
 ) -> None:
     """Run one bench of steps, print it, write it; exit code 1 where an error of ours is above its bar."""
@@ -235,7 +255,8 @@ def measure(
         peers=_peers(peers, flashkda),
         device=device,
         settings=Settings(rounds=rounds, replays=replays),
-        replay=replay,
+        forms=forms,
+        records=records,
         state_dtype=getattr(torch, state_dtype),
     )
     measured = steps.measure(plan, lambda line: typer.echo(line, err=True))
