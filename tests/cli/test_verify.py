@@ -23,7 +23,7 @@ def test_torch_backend_passes(cli: Cli) -> None:
         "verify", "--backend", "torch", "--device", "cpu", "--quick", "--regime", "slow", "--regime", "unbounded"
     )
     assert done.code == 0, done.out
-    for operator in ("prefill", "decode", "verify/slots", "verify/replay", "conv", "norm"):
+    for operator in ("prefill", "decode", "verify/slots", "verify/replay", "verify/deferred", "conv", "norm"):
         assert operator in done.out
     assert "0 not;" in done.out
     assert "MISS" not in done.out

@@ -17,7 +17,7 @@ from rich.table import Table
 from ..backends.base import Request
 from ..device import Device
 from ..dispatch import REGISTRY, load, resolve
-from ..problem import OPS, ROLLBACKS, GateKind, Op
+from ..problem import OPS, GateKind, Op
 from ..testing.accuracy import Check, check_conv, check_norm, kda_check
 from ..testing.regimes import REGIMES, Regime
 from ..testing.shapes import LARGE, SMALL, Shape, by_name
@@ -94,10 +94,11 @@ def _jobs(name: str, device: torch.device, dtypes: tuple[torch.dtype, ...], regi
     for op in OPS:
         for dtype in dtypes:
             for regime in regimes if op in KDA_OPS else [None]:
-                for rollback in ROLLBACKS if op == "verify" else ROLLBACKS[:1]:
-                    request = Request(op, Device.of(device), dtype, gate=_gate(regime), rollback=rollback)
-                    if not load(name).unmet(request):
-                        yield request, regime
+                request = Request(op, Device.of(device), dtype, gate=_gate(regime))
+                forms = [request]
+                if op == "verify":
+                    forms += [replace(request, deferred=True), replace(request, rollback="slots")]
+                yield from ((form, regime) for form in forms if not load(name).unmet(form))
 
 
 def _run(name: str, job: Job, shape: Shape, device: torch.device, seed: int) -> list[Check]:
@@ -109,7 +110,8 @@ def _run(name: str, job: Job, shape: Shape, device: torch.device, seed: int) -> 
     grouped = shape.hv > shape.heads
     if load(name).unmet(replace(request, key_dim=shape.key_dim, value_dim=shape.value_dim, grouped_values=grouped)):
         return []  # this backend says that it does not take this shape
-    return [kda_check(request.op, request.rollback)(shape, regime, request.dtype, device, name, seed)]
+    check = kda_check(request.op, request.rollback, request.deferred)
+    return [check(shape, regime, request.dtype, device, name, seed)]
 
 
 def _gate(regime: Regime | None) -> GateKind:

@@ -94,8 +94,10 @@ def check_verify(
     backend: str,
     seed: int,
     rollback: Rollback,
+    deferred: bool = False,
 ) -> Check:
-    """Two verify steps; the second starts from the tokens of the first that were accepted, 1 to 1 + k of each."""
+    """Two verify steps; the second starts from the tokens of the first that were accepted, 1 to 1 + k of each. Some of
+    the deferred states are stored by the second."""
     count, most = len(shape.seq_lens), 4
     batch = replace(shape, seq_lens=tuple(1 + n % most for n in range(count)))
     first, second = (
@@ -107,12 +109,14 @@ def check_verify(
     if rollback == "replay":
         pool, slots = pool_of(first.states, seed)
         width = 2 * shape.key_dim + shape.value_dim
-        records = torch.full((pool.shape[0], most, shape.hv, width), float("nan"), device=device)
+        rows = most + 2 if deferred else most
+        records = torch.full((pool.shape[0], rows, shape.hv, width), float("nan"), device=device)
     else:
         table = torch.full((count, most, *first.states.shape[1:]), float("nan"), device=device)
         table[:, 0] = first.states
         pool, rows = pool_of(table.flatten(0, 1), seed)
         slots, records = rows.view(count, most), None
+    held = torch.full((pool.shape[0], shape.hv), rows, dtype=torch.int32, device=device) if deferred else None
     none = torch.zeros(count, dtype=torch.int32, device=device)
     out = torch.full(second.v.shape, float("nan"), dtype=dtype, device=device)
     for inputs, taken in ((first, none), (second, torch.tensor(accepted, dtype=torch.int32, device=device))):
@@ -125,17 +129,18 @@ def check_verify(
             slots=slots,
             accepted=taken,
             records=records,
+            held=held,
             out=out,
             backend=backend,
         )
     want, final = second.expected(states=after)
     lengths = torch.tensor(batch.seq_lens, device=device)
     if records is not None:
-        ops.commit(state=pool, records=records, slots=slots, accepted=lengths.int(), backend=backend)
+        ops.commit(state=pool, records=records, held=held, slots=slots, accepted=lengths.int(), backend=backend)
         got = pool[slots.long()]
     else:
         got = pool[slots[torch.arange(count, device=device), lengths - 1].long()]
-    return _judge("verify", rollback, shape, regime, dtype, second, out, want, got, final)
+    return _judge("verify", "deferred" if deferred else rollback, shape, regime, dtype, second, out, want, got, final)
 
 
 def check_conv(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, seed: int) -> Check:
@@ -174,13 +179,13 @@ def check_norm(shape: Shape, dtype: torch.dtype, device: torch.device, backend: 
 KdaCheck = Callable[[Shape, str | Regime, torch.dtype, torch.device, str, int], Check]
 
 
-def kda_check(op: Op, rollback: Rollback = "replay") -> KdaCheck:
-    """The check of a KDA operator; `rollback` is verify's."""
+def kda_check(op: Op, rollback: Rollback = "replay", deferred: bool = False) -> KdaCheck:
+    """The check of a KDA operator; `rollback` and `deferred` are verify's."""
     if op == "prefill":
         return check_prefill
     if op == "decode":
         return check_decode
-    return partial(check_verify, rollback=rollback)
+    return partial(check_verify, rollback=rollback, deferred=deferred)
 
 
 def _judge(
