@@ -109,14 +109,14 @@ def check_verify(
     if rollback == "replay":
         pool, slots = pool_of(first.states, seed)
         width = 2 * shape.key_dim + shape.value_dim
-        rows = most + 2 if deferred else most
-        records = torch.full((pool.shape[0], rows, shape.hv, width), float("nan"), device=device)
+        held_rows = most + 2 if deferred else most
+        records = torch.full((pool.shape[0], held_rows, shape.hv, width), float("nan"), device=device)
     else:
         table = torch.full((count, most, *first.states.shape[1:]), float("nan"), device=device)
         table[:, 0] = first.states
         pool, rows = pool_of(table.flatten(0, 1), seed)
         slots, records = rows.view(count, most), None
-    held = torch.full((pool.shape[0], shape.hv), rows, dtype=torch.int32, device=device) if deferred else None
+    held = torch.full((pool.shape[0], shape.hv), 1, dtype=torch.int32, device=device) if deferred else None
     none = torch.zeros(count, dtype=torch.int32, device=device)
     out = torch.full(second.v.shape, float("nan"), dtype=dtype, device=device)
     for inputs, taken in ((first, none), (second, torch.tensor(accepted, dtype=torch.int32, device=device))):
