@@ -73,7 +73,7 @@ part bench-prefill 400 "${rapidkda[@]}" bench prefill --regime fast --regime slo
     --out "$out/prefill.json"
 part bench-decode 200 "${rapidkda[@]}" bench decode --out "$out/decode.json"
 part bench-decode-bf16 200 "${rapidkda[@]}" bench decode --state-dtype bfloat16 --out "$out/decode-bf16.json"
-part bench-verify 200 "${rapidkda[@]}" bench verify --out "$out/verify.json"
+part bench-verify 300 "${rapidkda[@]}" bench verify --out "$out/verify.json"
 part bench-verify-slots 200 "${rapidkda[@]}" bench verify --slots --out "$out/verify-slots.json"
 part bench-layer 200 "${rapidkda[@]}" bench layer --regime fast --regime slow \
     ${FLASHKDA:+--reference flashkda --flashkda "$FLASHKDA"} --out "$out/layer.json"
