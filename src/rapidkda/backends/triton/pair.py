@@ -1,6 +1,9 @@
 """Verification by replay of one draft: a request has two tokens at most, and as many records, or more where the states
 are deferred.
 
+Deferred records enter a block of rows one after another: the keys of the last ones, times the decays after them, are
+made once and kept, and what a slot may hold before these is folded in from memory.
+
 Both tokens read the state at once, as in chunk.py, but every sum is one of the plain units: a product of the state with
 four vectors is too narrow for the matrix units.
 
@@ -20,7 +23,8 @@ from .chunk import fold
 
 MOST = 2  # tokens
 PAIR = tl.constexpr(MOST)
-AT_ONCE = tl.constexpr(2)  # records of deferred states that are folded together: more take registers
+AT_ONCE = tl.constexpr(6)  # records of deferred states, the last ones, whose keys are kept in registers
+REGISTERS = 168  # of a thread then, where programs are many: three of them a multiprocessor
 
 
 @triton.jit
@@ -79,6 +83,13 @@ def pair_kernel(
         old_g0 = tl.load(p_records + K + channels, mask=taken > 0, other=0.0)
         old_k1 = tl.load(p_records + records_j + channels, mask=taken > 1, other=0.0)
         old_g1 = tl.load(p_records + records_j + K + channels, mask=taken > 1, other=0.0)
+    else:
+        earlier = tl.maximum(taken - AT_ONCE, 0)
+        p_late = p_records + earlier * records_j
+        old_k, old_g = (), ()
+        for i in tl.static_range(AT_ONCE):
+            old_k += (tl.load(p_late + i * records_j + channels, mask=earlier + i < taken, other=0.0),)
+            old_g += (tl.load(p_late + i * records_j + K + channels, mask=earlier + i < taken, other=0.0),)
     k0 = tl.load(p_k, mask=count > 0, other=0.0)
     q0 = tl.load(p_q, mask=count > 0, other=0.0)
     g0 = tl.load(p_g, mask=count > 0, other=0.0)
@@ -110,6 +121,12 @@ def pair_kernel(
         decay, old_k0 = exp(old_g0) * late, old_k0 * late
         tl.debug_barrier()  # every warp has read the old records before any of them is overwritten
         tl.store(p_row, row, mask=mine)
+    else:
+        decay = tl.full(channels.shape, 1.0, tl.float32)  # from a record to the last one
+        keys = ()  # last first
+        for i in tl.static_range(AT_ONCE - 1, -1, -1):
+            keys += (old_k[i] * decay,)
+            decay *= exp(old_g[i])
 
     decay0, decay1 = exp(g0), exp(g1)
     seen = k0 * decay1  # the first key as the second token sees it
@@ -129,7 +146,10 @@ def pair_kernel(
         if p_held is None:
             state = stored.to(tl.float32) * decay + old_u0[:, :, None] * old_k0 + old_u1[:, :, None] * old_k1
         else:
-            state = fold(stored.to(tl.float32), p_records, records_j, taken, block_rows, channels, K, AT_ONCE)
+            state = fold(stored.to(tl.float32), p_records, records_j, earlier, block_rows, channels, K, PAIR) * decay
+            for i in tl.static_range(AT_ONCE):
+                old_u = tl.load(p_late + i * records_j + 2 * K + block_rows, mask=earlier + i < taken, other=0.0)
+                state += old_u[:, :, None] * keys[AT_ONCE - 1 - i]
         tl.store(p_block, narrow(state, p_pool.dtype.element_ty), mask=full)
         u0 = b0 * (v0.to(tl.float32) - tl.sum(state * k0, 2))
         o0 = tl.sum(state * q0, 2) + c00 * u0

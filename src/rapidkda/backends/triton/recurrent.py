@@ -354,7 +354,7 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
     programs = segments.count * tokens.value_heads
     group = tokens.value_heads // tokens.heads
 
-    def bind(elements: int, warps: int) -> launch.Launch:
+    def bind(elements: int, warps: int, registers: int | None = None) -> launch.Launch:
         return launcher.bind(
             pool.device,
             (programs, 1, 1),
@@ -378,9 +378,11 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
                 warps,
             ),
             num_warps=warps,
+            registers=registers,
         )
 
-    few, many = (bind(8192, 4), bind(4096, 2)) if chunked else (bind(16384, 8), bind(4096, 4))
+    most = pair.REGISTERS if call.held is not None and machine.vendor == "nvidia" else None
+    few, many = (bind(8192, 4), bind(4096, 2)) if chunked else (bind(16384, 8), bind(4096, 4, most))
     return (few, many) if programs <= 2 * machine.units else (many, few)
 
 
