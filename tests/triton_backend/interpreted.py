@@ -110,7 +110,6 @@ def test_the_table_orders_segments_from_the_longest_to_the_shortest() -> None:
         1,
         plan.CHUNK,
         128,
-        False,
     )
     order = table[3 * 151 :][:150].tolist()
     assert order == sorted(range(150), key=lambda n: -lengths[n])
