@@ -98,7 +98,7 @@ def test_calls_of_deferred_states_store_a_share_of_them(number: int) -> None:
 
 
 def test_records_of_deferred_states_are_those_of_serving_unless_told() -> None:
-    for drafts, told, records in ((1, None, 8), (3, None, 8), (7, None, 16), (7, 24, 24)):
+    for drafts, told, records in ((0, None, 8), (1, None, 8), (3, None, 8), (7, None, 16), (7, 24, 24)):
         shape = decode_shape(2, 2, drafts)
         settings = replace(plan("verify", shape, form="deferred"), records=told)
         assert steps._note(settings, "deferred", shape).endswith(f"deferred states, {records} records a slot")

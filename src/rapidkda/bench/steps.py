@@ -176,7 +176,8 @@ def _note(plan: Plan, form: Form, shape: Shape) -> str:
 
 def _records(plan: Plan, shape: Shape) -> int:
     """Records a slot with deferred states."""
-    return StateShape(heads=1, max_drafts=max(shape.seq_lens) - 1, record_rows=plan.records).records_per_slot
+    drafts = max(1, max(shape.seq_lens) - 1)  # one token alone, a decode, has the records of two
+    return StateShape(heads=1, max_drafts=drafts, record_rows=plan.records).records_per_slot
 
 
 def _passes(plan: Plan, form: Form, shape: Shape) -> int:

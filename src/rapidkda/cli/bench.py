@@ -143,7 +143,8 @@ def bench_verify(
     out: OutOption = None,
     batch: BatchOption = None,
     drafts: Annotated[
-        list[int] | None, typer.Option(min=1, help="Draft tokens; may be repeated. Default: 1, 3, 7.")
+        list[int] | None,
+        typer.Option(min=0, help="Draft tokens, 0 for decode in this form; may be repeated. Default: 1, 3, 7."),
     ] = None,
     heads: HeadsOption = 16,
     regime: RegimeOption = None,
