@@ -181,6 +181,44 @@ def replay(length: int, state_dtype: torch.dtype) -> None:
         raise AssertionError("states are not finite")
 
 
+def deferred(length: int, positions: int, state_dtype: torch.dtype) -> None:
+    """Verifications in a row whose states stay as they are until the records are full."""
+    choose("whole")
+    steps_taken = positions // length + 2
+    accepted = (length, max(length // 2, 1), 1)
+    count = len(accepted)
+    inputs = some_inputs("slow", lengths=(steps_taken * length,) * count)
+    pool = inputs.states.clone().to(state_dtype)
+    records = torch.full((count, positions, HEADS, 3 * DIM), float("nan"), device=DEVICE)
+    held = torch.full((count, HEADS), 77, dtype=torch.int32, device=DEVICE)
+    slots = torch.arange(count, device=DEVICE)
+    firsts = torch.tensor([first for first, _ in inputs.spans])
+    left = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(inputs.v, float("nan"))
+    for step in range(steps_taken):
+        start = firsts + step * torch.tensor(accepted)
+        out = ops.verify(
+            *inputs.operands(),
+            **inputs.options(),
+            segments=Segments.from_lengths([length] * count, DEVICE, start.tolist()),
+            state=pool,
+            slots=slots,
+            accepted=left,
+            records=records,
+            held=held,
+            out=out,
+            backend="cuda",
+        )
+        left = torch.tensor(accepted, dtype=torch.int32, device=DEVICE)
+    ops.commit(state=pool, records=records, held=held, slots=slots, accepted=left, backend="cuda")
+    torch.cuda.synchronize()
+    want, _ = inputs.expected()
+    spans = [(int(first), (steps_taken - 1) * n + length) for first, n in zip(firsts, accepted, strict=True)]
+    hold("outputs", worst_output_error(out, want, spans))
+    if not bool(pool.isfinite().all()):
+        raise AssertionError("states are not finite")
+
+
 def cases() -> Iterator[tuple[str, Case]]:
     gates = {"bounded": -5.0, "unbounded": None}
     dtypes = {"g16": torch.bfloat16, "g32": torch.float32}
@@ -199,6 +237,12 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield f"{form}-{'-'.join(fused)}-{gate}-{name}", partial(layer, form, fused, gates[gate], dtype)
     for length, dtype in itertools.product((2, 4, 8, 17), (torch.float32, torch.bfloat16)):  # each kernel
         yield f"replay{length}-{str(dtype).removeprefix('torch.')}", partial(replay, length, dtype)
+    for (length, positions), dtype in itertools.product(
+        ((2, 8), (2, 16), (2, 24), (4, 8), (4, 16), (4, 24), (8, 8), (8, 16), (8, 24), (11, 30)),
+        (torch.float32, torch.bfloat16),
+    ):
+        name = f"deferred{length}-{positions}-{str(dtype).removeprefix('torch.')}"
+        yield name, partial(deferred, length, positions, dtype)
 
 
 def say(line: str) -> None:

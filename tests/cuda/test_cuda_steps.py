@@ -139,6 +139,44 @@ def test_calls_take_the_smallest_chunk_that_holds_its_drafts(
     assert fewer.flags == Flags.SLOTS_64 | Flags.STATE_V_FIRST | VECTORS
 
 
+@pytest.mark.parametrize(
+    ("tokens", "positions", "chunk", "folds", "many_turns"),
+    [
+        (1, 8, "2", "8", "false"),
+        (4, 8, "4", "8", "false"),
+        (4, 12, "4", "16", "false"),
+        (8, 16, "8", "16", "false"),
+        (8, 24, "8", "24", "false"),
+        (8, 40, "8", "8", "true"),
+        (11, 22, "8", "8", "true"),
+    ],
+)
+def test_deferred_states_take_the_chunk_of_the_segments_and_all_records_at_once(
+    fake: Driver, tokens: int, positions: int, chunk: str, folds: str, many_turns: str
+) -> None:
+    segments = Segments.from_lengths([tokens] * COUNT)
+    records, held = torch.zeros(9, positions, VALUE_HEADS, 384), torch.zeros(9, VALUE_HEADS, dtype=torch.int32)
+    slots, accepted = torch.arange(COUNT), torch.zeros(COUNT, dtype=torch.int32)
+    given = inputs(tokens * COUNT) | {"segments": segments, "slots": slots, "records": records, "accepted": accepted}
+    rapidkda.verify(**given, held=held, backend="cuda")
+    rapidkda.commit(
+        state=given["state"],
+        records=records,
+        held=held,
+        slots=slots,
+        accepted=accepted,
+        state_v_first=True,
+        backend="cuda",
+    )
+    (verify, _, addresses, constants), (commit, _, committed, _) = fake.launched
+    assert verify in steps.kernels()
+    macros = dict(verify.macros)
+    assert (macros["KDA_TOKENS"], macros["KDA_FOLDS"], macros["KDA_MANY_TURNS"]) == (chunk, folds, many_turns)
+    assert macros["KDA_DEFERRED"] == dict(commit.macros)["KDA_DEFERRED"] == "true"
+    assert addresses["held"] == committed["held"] == held.data_ptr()
+    assert constants.positions == positions
+
+
 def test_a_call_says_how_its_tensors_lie(fake: Driver) -> None:
     slots = torch.arange(6 * (COUNT + 1), dtype=torch.int32).view(COUNT + 1, 6)[1:, 1]
     accepted = torch.zeros(COUNT, dtype=torch.int64)

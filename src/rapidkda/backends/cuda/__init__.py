@@ -46,8 +46,6 @@ class CudaBackend:
             unmet.append(f"needs head dims K = V = 128, got K = {request.key_dim}, V = {request.value_dim}")
         if request.requires_grad:
             unmet.append("has no backward pass")
-        if request.deferred:
-            unmet.append("has no deferred states (the torch backend has)")
         return [*unmet, *_missing_packages()]
 
     def workspace_bytes(self, op: Op, sizes: Sizes) -> int:

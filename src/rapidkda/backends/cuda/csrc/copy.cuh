@@ -54,6 +54,12 @@ DEVICE void copy_to_peer(u32 source, u32 rank, int bytes, u32 bar) {
 DEVICE void copy_word(u32 destination, u64 source) {
     asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(destination), "l"(source) : "memory");
 }
+DEVICE void copy_8(u32 destination, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(destination), "l"(from) : "memory");
+}
+DEVICE void copy_16(u32 destination, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(destination), "l"(from) : "memory");
+}
 DEVICE void copy_words_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Plain bytes of global memory into this CTA's shared memory; addresses and count are multiples of 16. They are read

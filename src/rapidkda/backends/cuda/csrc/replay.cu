@@ -8,14 +8,22 @@
 // so u = M r and o = S (D q) + W r with r = v - S (D k), M = (1 + b a)^-1 b, W = c M. Every decay is a product of decays
 // of single tokens: nothing overflows, and no difference of sums loses digits.
 //
-// A CTA takes one head of one request after another. Four maker warps turn keys, queries and gates of later heads into
-// tables in shared memory: each activates some of the tokens, and then takes a quarter of the channels of all. Consumer
-// warps own 16 rows of the state each, which the copy engine brings ahead and writes back, and multiply them in TF32
-// (three products for nearly fp32). Records of keys and decays are the makers', corrections those of the warp that owns
-// their rows, so nobody overwrites what another has yet to read. Requests of more tokens or records than a chunk holds
-// take several turns, see Turn.
+// A CTA takes one head of one request after another. Eight maker warps turn keys, queries and gates of later heads into
+// tables in shared memory: each activates a token, and then takes an eighth of the channels of all. Consumer warps own 16
+// rows of the state each, which the copy engine brings ahead and writes back, and multiply them in bfloat16 (two numbers
+// for each of both operands). They start when the operands are there; M and W follow while they are at it. Records of
+// keys and decays are the makers', corrections those of the warp that owns their rows, so nobody overwrites what another
+// has yet to read. Requests of more tokens or records than a chunk holds take several turns, see Turn.
 //
-// Compiled with KDA_STATE_FLOAT, KDA_TOKENS, the size of a chunk (2, 4 or 8), and KDA_MANY_TURNS defined.
+// With deferred states (`held`) a step whose records fit behind those of the steps before leaves the state as it is. Then
+// nobody makes the state under the records either: with E the decay under them and k'_j their keys decayed to the last,
+//
+//     S' x = S (E x) + sum_j u_j (k'_j x)
+//
+// so E goes into the operands, the makers take the sums k'_j x on the tensor cores, and the consumers add U times those.
+//
+// Compiled with KDA_STATE_FLOAT, KDA_TOKENS, the size of a chunk (2, 4 or 8), KDA_FOLDS, the records that a turn applies,
+// KDA_DEFERRED and KDA_MANY_TURNS defined.
 #include "replay_consume.cuh"
 #include "replay_make.cuh"
 
@@ -30,13 +38,15 @@ DEVICE void prefetch_first(const StepParams& p, int warp, int lane) {
 #pragma unroll 1
     for (int i = 0, at = blockIdx.x; i < kStages && at < heads; i++, at += gridDim.x) {
         const int n = at / p.value_heads, head = at - n * p.value_heads;
-        const Request r = read_entry(p, load_entry<true>(p, n));
-        if (r.turns == 0) continue;
-        if (warp >= kConsumers)
-            prefetch_inputs(p, Work{r.slot, head, r.accepted, r.tokens, key_head(p, head)},
-                            (warp - kConsumers) * 32 + lane);
-        else if (lane == 0 && p.flags & kVectorStates)
+        const Request r = read_request<true>(p, n);
+        if (!r.busy) continue;
+        if (warp >= kConsumers) {
+            const Work w = make_work<true>(p, r, head);
+            prefetch_records(p, w, (warp - kConsumers) * 32 + lane);
+            prefetch_tokens(p, w, (warp - kConsumers) * 32 + lane);
+        } else if (lane == 0 && p.flags & kVectorStates) {
             Rows::prefetch(p, r.slot * p.pool_stride + head * kMatrix, warp * Rows::kRows);
+        }
     }
 }
 
@@ -48,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
         for (int i = 0; i < kConsumers * kStages; i++) barrier_init(shared + kBarriers + 8 * i, kWarpArrivals);
         for (int i = 0; i < kSets; i++) {
             barrier_init(shared + kMade + 8 * i, kMakers * kWarpArrivals);
+            barrier_init(shared + kMixed + 8 * i, kMakers * kWarpArrivals);
             barrier_init(shared + kUsed + 8 * i, kConsumers * kWarpArrivals);
         }
         barrier_init_fence();
@@ -55,12 +66,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) replay(const __grid_co
     let_next_kernel_start();
     prefetch_first(p, warp, lane);
     wait_for_kernel_before();
+    Finder finder;
+    if (warp == kConsumers) finder.find(p, List{shared + kList}, 0, lane);
     __syncthreads();
     if (warp < kConsumers) {
         claim_registers<kConsumerRegisters>();
         consume(p, shared, warp, lane);
     } else {
         release_registers<kMakerRegisters>();
-        make(p, shared, warp - kConsumers, lane);
+        make(p, shared, finder, warp - kConsumers, lane);
     }
 }

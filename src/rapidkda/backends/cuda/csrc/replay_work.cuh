@@ -1,117 +1,126 @@
-// What a CTA of replay.cu works on: requests as the tables have them, heads in turn, turns of a request.
+// What a CTA of replay.cu works on: requests as the tables have them, the list of its heads, turns of a head.
 #pragma once
 #include "replay_layout.cuh"
 
 struct Request {
     Tokens tokens;
     int slot;      // row of the pool, -1: padding
-    int accepted;  // records to fold
-    int turns;     // 0: nothing to do but zeros for padding
+    int accepted;  // records of the last step that count
+    bool busy;     // else nothing to do but zeros for padding
 };
 
-DEVICE int chunks(int count) { return (count + kTokens - 1) / kTokens; }
-DEVICE int count_turns(int accepted, int count) {
-    return kManyTurns ? max(chunks(accepted), 1) + max(chunks(count), 1) - 1 : 1;
-}
-
-// What the tables say of a request.
-struct Entry {
-    Words2 slot, accepted;
-    int first, length;
-};
+// kEarly: by tables that may be another step's.
 template <bool kEarly = false>
-DEVICE Entry load_entry(const StepParams& p, int n) {
-    Entry e;
-    e.slot = load_index<kEarly>(p.slots, n * p.slot_stride, p.flags & kSlots64);
-    e.accepted = load_index<kEarly>(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
-    e.first = e.length = 0;
+DEVICE Request read_request(const StepParams& p, int n) {
+    const Words2 slot = load_index<kEarly>(p.slots, n * p.slot_stride, p.flags & kSlots64);
+    const Words2 accepted = load_index<kEarly>(p.accepted, n * p.accepted_stride, p.flags & kAccepted64);
+    int first = 0, length = 0;
     if (p.q) {
-        e.first = load_int<kEarly>(p.first_token + n * p.first_stride);
-        e.length = load_int<kEarly>(p.length + n * p.length_stride);
+        first = load_int<kEarly>(p.first_token + n * p.first_stride);
+        length = load_int<kEarly>(p.length + n * p.length_stride);
     }
-    return e;
-}
-
-DEVICE Request read_entry(const StepParams& p, const Entry& e) {
     Request r;
-    r.accepted = accepted_count(p, widen_index(e.accepted, p.flags & kAccepted64));
-    r.tokens = segment_tokens(p, e.first, e.length);
-    r.slot = pool_row(p, widen_index(e.slot, p.flags & kSlots64));
-    const bool idle = r.slot < 0 || (p.q ? r.tokens.count : r.accepted) == 0;
-    if (idle) r.accepted = 0;
-    r.turns = idle ? 0 : count_turns(r.accepted, r.tokens.count);
+    r.accepted = accepted_count(p, widen_index(accepted, p.flags & kAccepted64));
+    r.tokens = segment_tokens(p, first, length);
+    r.slot = pool_row(p, widen_index(slot, p.flags & kSlots64));
+    r.busy = r.slot >= 0 && (p.q ? r.tokens.count : r.accepted) > 0;
     return r;
 }
 
-// The heads of a CTA: every gridDim.x-th, so that all CTAs together read and write memory in order.
-struct Walk {
-    Entry entry;  // of this head's request; asked for a step ahead
-    int n, head, left;
-};
-
 DEVICE int key_head(const StepParams& p, int head) { return p.group == 1 ? head : head / p.group; }
 
-DEVICE Walk begin_walk(const StepParams& p) {
-    const int heads = p.segments * p.value_heads, at = blockIdx.x;
-    Walk w;
-    w.n = at / p.value_heads, w.head = at - w.n * p.value_heads;
-    w.left = at < heads ? (heads - at + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x) : 0;
-    if (w.left > 0) w.entry = load_entry(p, w.n);
-    return w;
+// One head of one request.
+struct Work {
+    int slot = -1, head = 0;  // slot -1: there is no more
+    int taken = 0, base = 0;  // records to apply; the row of the first new one. The state is stored where they differ.
+    Tokens tokens = {0, 0};
+};
+
+template <bool kEarly = false>
+DEVICE Work make_work(const StepParams& p, const Request& r, int head) {
+    int taken = r.accepted;
+    if (kDeferred && r.accepted > 0) {
+        const int before = load_int<kEarly>(p.held + static_cast<i64>(r.slot) * p.value_heads + head);
+        taken = min(taken + min(max(before, 0), p.positions), p.positions);
+    }
+    const bool fits = kDeferred && p.q && taken + r.tokens.count <= p.positions;
+    return Work{r.slot, head, taken, fits ? taken : 0, r.tokens};
 }
 
-DEVICE void step(const StepParams& p, Walk& w) {
-    w.left--;
-    const int requests = gridDim.x / p.value_heads;
-    w.n += requests, w.head += gridDim.x - requests * p.value_heads;
-    if (w.head >= p.value_heads) w.head -= p.value_heads, w.n++;
-    if (w.left > 0) w.entry = load_entry(p, w.n);
-}
+// The heads of a CTA that have something to do, in a ring in shared memory. They are every gridDim.x-th of all, so that
+// all CTAs together read and write memory in order.
+struct List {
+    u32 at;
+    DEVICE u32 place(int i) const { return at + i % kWorks * kWorkBytes; }
+    DEVICE void put(int i, const Work& w) const {
+        store_shared_words4(place(i), Words4{static_cast<u32>(w.slot), static_cast<u32>(w.head),
+                                             static_cast<u32>(w.taken), static_cast<u32>(w.tokens.first)});
+        store_shared_words2(place(i) + 16, w.tokens.count, w.base);
+    }
+    DEVICE Work operator[](int i) const {
+        const Words4 x = load_shared_words4(place(i));
+        const Words2 y = load_shared_words2(place(i) + 16);
+        return Work{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
+                    kDeferred ? static_cast<int>(y.y) : 0, Tokens{static_cast<int>(x.w), static_cast<int>(y.x)}};
+    }
+};
 
-// A turn folds records and then runs tokens. The last turn that folds what was accepted runs the first chunk; each one
-// after that folds the chunk before, from its new records, and runs the next.
+// Fills the list; a warp's, which looks at a head a lane. Padding rows get their zeros on the way.
+struct Finder {
+    int head = 0, end = 0;  // of the CTA's heads, the next to look at; of the list
+    bool done = false;
+
+    // Until the list reaches kAhead heads past the one that is worked on, or has its end.
+    DEVICE void find(const StepParams& p, const List& list, int place, int lane) {
+        while (!done && end - place < kAhead) {
+            const int at = blockIdx.x + (head + lane) * gridDim.x, heads = p.segments * p.value_heads;
+            Work w;
+            bool padding = false;
+            if (at < heads) {
+                const int n = at / p.value_heads;
+                const Request r = read_request(p, n);
+                w.head = at - n * p.value_heads, w.tokens = r.tokens;
+                padding = r.slot < 0 && r.tokens.count > 0;
+                if (r.busy) w = make_work(p, r, w.head);
+            }
+            const u32 busy = __ballot_sync(kAllLanes, w.slot >= 0);
+            if (w.slot >= 0) list.put(end + __popc(busy & ((1u << lane) - 1)), w);
+            for (u32 rows = __ballot_sync(kAllLanes, padding); rows; rows &= rows - 1) {
+                const int from = __ffs(rows) - 1, zero_head = __shfl_sync(kAllLanes, w.head, from);
+                const int first = __shfl_sync(kAllLanes, w.tokens.first, from);
+                const int count = __shfl_sync(kAllLanes, w.tokens.count, from);
+                for (int i = 0; i < 4 * count; i++) store_output(p, first + i / 4, zero_head, i % 4 * 32 + lane, 0.f);
+            }
+            end += __popc(busy), head += 32;
+            done = static_cast<int>(blockIdx.x + head * gridDim.x) >= heads;
+            if (done && lane < kEnds) list.put(end + lane, Work{});
+        }
+        __syncwarp();
+    }
+};
+
+// A turn applies records and then runs tokens. The last turn that applies those of steps before runs the first chunk;
+// each one after that applies the chunk before, from its new records, and runs the next.
 struct Turn {
     int record, folds;  // first record, how many
     int token, tokens;  // first token of the segment, how many
     bool stores;        // the state is the one to keep
+    bool apart;         // the state stays as it is: what records add to it is added to the products
 };
 
-DEVICE Turn find_turn(int accepted, int count, int index) {
-    const int before = kManyTurns ? max(chunks(accepted), 1) - 1 : 0;  // turns that only fold
+DEVICE int parts(int count, int size) { return (count + size - 1) / size; }
+DEVICE int count_turns(const Work& w) {
+    return kManyTurns ? max(parts(w.taken, kFolds), 1) + max(parts(w.tokens.count, kTokens), 1) - 1 : 1;
+}
+DEVICE Turn find_turn(const Work& w, int index) {
+    const int before = kManyTurns ? max(parts(w.taken, kFolds), 1) - 1 : 0;  // turns that only fold
     const int chunk = index - before;
     Turn t;
-    t.record = (chunk <= 0 ? index : chunk - 1) * kTokens;
-    t.folds = chunk <= 0 ? min(accepted - t.record, kTokens) : kTokens;
+    t.record = chunk <= 0 ? index * kFolds : w.base + (chunk - 1) * kTokens;
+    t.folds = chunk <= 0 ? min(w.taken - t.record, kFolds) : kTokens;
     t.token = max(chunk, 0) * kTokens;
-    t.tokens = chunk < 0 ? 0 : min(count - t.token, kTokens);
-    t.stores = chunk == 0 && accepted > 0;
+    t.tokens = chunk < 0 ? 0 : min(w.tokens.count - t.token, kTokens);
+    t.stores = chunk == 0 && w.taken > w.base;
+    t.apart = kDeferred && !kManyTurns && !t.stores;
     return t;
-}
-
-// One head of one request.
-struct Work {
-    int slot = -1, head = 0, accepted = 0;  // slot -1: there is no more
-    Tokens tokens = {0, 0};
-    int key_head = 0;
-};
-
-DEVICE void store_work(u32 to, const Work& w) {
-    store_shared_words4(to, Words4{static_cast<u32>(w.slot), static_cast<u32>(w.head), static_cast<u32>(w.accepted),
-                                   static_cast<u32>(w.tokens.first)});
-    store_shared(to + 16, w.tokens.count);
-}
-DEVICE Work load_work(u32 from) {
-    const Words4 x = load_shared_words4(from);
-    return Work{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
-                Tokens{static_cast<int>(x.w), static_cast<int>(load_shared(from + 16))}, 0};
-}
-
-// The next head that has something to do.
-DEVICE Work next_work(const StepParams& p, Walk& walk) {
-    Work w;
-    for (; w.slot < 0 && walk.left > 0; step(p, walk)) {
-        const Request r = read_entry(p, walk.entry);
-        if (r.turns > 0) w = Work{r.slot, walk.head, r.accepted, r.tokens, key_head(p, walk.head)};
-    }
-    return w;
 }

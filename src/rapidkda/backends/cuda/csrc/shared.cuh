@@ -35,6 +35,9 @@ DEVICE void store_shared_words4(u32 a, Words4 v) {
     asm volatile("st.shared.v4.b32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 DEVICE void store_shared(u32 a, u32 v) { asm volatile("st.shared.b32 [%0],%1;" ::"r"(a), "r"(v)); }
+DEVICE void store_shared_half(u32 a, u32 v) {
+    asm volatile("{.reg .b16 x; cvt.u16.u32 x,%1; st.shared.b16 [%0],x;}" ::"r"(a), "r"(v));
+}
 DEVICE void store_shared_float(u32 a, float v) { store_shared(a, __float_as_uint(v)); }
 DEVICE void store_shared_pair(u32 a, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y));

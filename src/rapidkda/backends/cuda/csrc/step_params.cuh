@@ -33,16 +33,17 @@ struct StepParams {
     const int* length;       // [N]
     const void* slots;       // [N]
     const void* accepted;    // [N]
+    int* held;               // [S, HV] or null: records of a head before those of the last step
     i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride;  // all strides count elements
     i64 v_token_stride, v_head_stride, g_token_stride, g_head_stride;
     i64 beta_token_stride, beta_head_stride, out_token_stride, out_head_stride;
     i64 pool_stride, record_stride, record_position_stride;  // between slots; between slots, and positions
     i64 first_stride, length_stride, slot_stride, accepted_stride;
     int tokens, segments, value_heads, group;  // group: value heads a query head
-    int pool_rows, pad_slot, positions;        // positions: 1 + k_max
+    int pool_rows, pad_slot, positions;        // positions: rows of records a slot
     u32 flags;
     float scale, beta_scale, lower_bound;
     int reserved;
 };
 
-static_assert(sizeof(StepParams) == 312, "host/step_params.py packs this layout");
+static_assert(sizeof(StepParams) == 320, "host/step_params.py packs this layout");

@@ -83,8 +83,8 @@ DEVICE void share_sums(float* x, int lane) {
         x[i] = kept + __shfl_xor_sync(kAllLanes, sent, 2 * kHalf);
     }
 }
-// kCount sums over the warp; lane l receives that of x[l / 2 % kCount]. Overwrites x.
-template <int kCount>
+// kCount sums over kLanes neighbouring lanes; lane l receives that of x[l / 2 % kCount]. Overwrites x.
+template <int kCount, int kLanes = 32>
 DEVICE float warp_sums(float* x, int lane) {
     if (kCount >= 16) share_sums<8>(x, lane);
     if (kCount >= 8) share_sums<4>(x, lane);
@@ -92,7 +92,7 @@ DEVICE float warp_sums(float* x, int lane) {
     if (kCount >= 2) share_sums<1>(x, lane);
     float sum = x[0] + __shfl_xor_sync(kAllLanes, x[0], 1);
 #pragma unroll
-    for (int distance = 2 * kCount; distance < 32; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    for (int distance = 2 * kCount; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
     return sum;
 }
 

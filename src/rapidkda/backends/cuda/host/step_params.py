@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SIZE = 312  # sizeof(StepParams)
+SIZE = 320  # sizeof(StepParams)
 
 
 class Flags:
@@ -45,6 +45,7 @@ ADDRESSES = (
     "length",
     "slots",
     "accepted",
+    "held",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from .prefill import multiprocessors
 from .step_params import ADDRESSES, Constants, Flags
 
 CHUNKS = (2, 4, 8)  # tokens that a replay takes at once
+FOLDS = (8, 16, 24)  # records that a replay with deferred states takes at once
 _ROW_ALIGNMENT = 16  # bytes; what the copy engine asks of a state's rows
 # Which tensors must be aligned for four elements at a time.
 _VECTORS = {
@@ -28,13 +30,24 @@ _address = Tensor.data_ptr
 
 
 @functools.cache
-def replay_kernel(state_float: bool, positions: int) -> KernelSource:
-    """The kernel of the smallest chunk that holds all positions, or of the largest, which then takes several turns."""
-    tokens = next((size for size in CHUNKS if positions <= size), CHUNKS[-1])
+def replay_kernel(state_float: bool, most: int, positions: int | None = None) -> KernelSource:
+    """The kernel of the smallest chunk that holds all tokens, or of the largest, which then takes several turns.
+
+    Args:
+        state_float: float32 states, else bfloat16.
+        most: tokens of a segment; without `positions` also records of a slot.
+        positions: records of a slot, where states are deferred.
+    """
+    tokens = next((size for size in CHUNKS if most <= size), None)
+    folds = tokens if positions is None else next((size for size in FOLDS if positions <= size), None)
+    if tokens is None or folds is None:
+        tokens = folds = CHUNKS[-1]
     macros = {
         "KDA_STATE_FLOAT": str(state_float).lower(),
         "KDA_TOKENS": str(tokens),
-        "KDA_MANY_TURNS": str(positions > tokens).lower(),
+        "KDA_FOLDS": str(folds),
+        "KDA_DEFERRED": str(positions is not None).lower(),
+        "KDA_MANY_TURNS": str(most > tokens or (positions or 0) > folds).lower(),
     }
     if env.racecheck():
         macros["KDA_EVERY_LANE_ARRIVES"] = "1"
@@ -43,30 +56,32 @@ def replay_kernel(state_float: bool, positions: int) -> KernelSource:
 
 def kernels() -> list[KernelSource]:
     """Every kernel that a step can need."""
-    return [replay_kernel(state_float, most) for state_float in (True, False) for most in (*CHUNKS, CHUNKS[-1] + 1)]
+    sizes: list[tuple[int, int | None]] = [(most, None) for most in (*CHUNKS, CHUNKS[-1] + 1)]
+    sizes += [*itertools.product(CHUNKS, FOLDS), (CHUNKS[-1] + 1, FOLDS[-1])]
+    return [replay_kernel(state_float, *size) for state_float in (True, False) for size in sizes]
 
 
 def verify(call: VerifyCall) -> None:
     """`Backend.verify`; `unmet` leaves replay."""
     if call.segments.count > 0 and call.tokens.count > 0:
-        tensors = (*_inputs(call), call.records, *_tables(call), call.slots, call.accepted)
+        tensors = (*_inputs(call), call.records, *_tables(call), call.slots, call.accepted, call.held)
         prepared = call.memo.get("cuda")
         if prepared is None:
             if call.records is None:
                 raise NotImplementedError("the cuda backend has no kernel for a slot a position; unmet() says so")
-            constants = _constants(call, call.records)
-            prepared = call.memo["cuda"] = Prepared(tensors, _kernel(call.pool, call.records), constants)
+            kernel = _kernel(call, call.records, call.segments.max_length)
+            prepared = call.memo["cuda"] = Prepared(tensors, kernel, _constants(call, call.records))
         call.repeat = prepared(tensors)
 
 
 def commit(call: CommitCall) -> None:
     """`Backend.commit`."""
     if call.slots.shape[0] > 0:
-        tensors = (*[None] * 8, call.pool, call.records, None, None, call.slots, call.accepted)
+        tensors = (*[None] * 8, call.pool, call.records, None, None, call.slots, call.accepted, call.held)
         prepared = call.memo.get("cuda")
         if prepared is None:
             constants = _state_constants(call, call.records)
-            prepared = call.memo["cuda"] = Prepared(tensors, _kernel(call.pool, call.records), constants)
+            prepared = call.memo["cuda"] = Prepared(tensors, _kernel(call, call.records, 0), constants)
         call.repeat = prepared(tensors)
 
 
@@ -135,8 +150,11 @@ class Prepared:
         )
 
 
-def _kernel(pool: Tensor, records: Tensor) -> KernelSource:
-    return replay_kernel(pool.dtype is torch.float32, records.shape[1])
+def _kernel(call: VerifyCall | CommitCall, records: Tensor, most: int) -> KernelSource:
+    positions = records.shape[1]
+    if call.held is None:
+        return replay_kernel(call.pool.dtype is torch.float32, positions)
+    return replay_kernel(call.pool.dtype is torch.float32, min(most, positions), positions)
 
 
 def _inputs(call: VerifyCall) -> tuple[Tensor | None, ...]:
