@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs the package triton", minversion="3.6
 import triton_calls as calls
 from triton_targets import TARGETS, compiling
 
-from rapidkda.backends.triton import TritonBackend, launch, plan
+from rapidkda.backends.triton import TritonBackend, config, launch, plan
 
 BACKEND = TritonBackend()
 CUT = plan.Cut(3, 2, later=2, middle=1)
@@ -38,6 +38,9 @@ def launch_everything() -> None:
     BACKEND.verify(calls.verify(20, replay=True, most=4))
     BACKEND.verify(calls.verify(2, replay=True, rows=8))
     BACKEND.verify(calls.verify(2, replay=True, most=8, rows=16))
+    if config.machine(torch.device("cpu")).gluon:  # then the kernels before are in Gluon
+        BACKEND.verify(calls.verify(2, replay=True, dtype=torch.float32))
+        BACKEND.verify(calls.verify(2, replay=True, most=8, dtype=torch.float32))
     BACKEND.commit(calls.commit(2))
     BACKEND.commit(calls.commit(2, rows=8))
     BACKEND.conv(calls.conv([150, 50]))
@@ -58,13 +61,14 @@ KERNELS = {
     "conv_kernel",
     "norm_kernel",
 }
+GLUON_KERNELS = KERNELS | {"replay_kernel"}  # those that have no portable namesake too
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_kernel_compiles(name: str) -> None:
     with compiling(name) as kernels:
         launch_everything()
-    assert {kernel.metadata.name for kernel in kernels} == KERNELS
+    assert {kernel.metadata.name for kernel in kernels} == (GLUON_KERNELS if name == "sm_90" else KERNELS)
     for kernel in kernels:
         assert kernel.metadata.shared <= TARGETS[name].shared, kernel.metadata.name
         assert kernel.asm["hsaco" if name.startswith("gfx") else "cubin"]
@@ -94,7 +98,8 @@ def test_a_new_length_or_batch_compiles_nothing() -> None:
         for batch in (1, 17):  # so many programs that they are smaller
             BACKEND.verify(calls.verify(batch, replay=True))
             BACKEND.verify(calls.verify(batch, replay=True, most=4))
-            BACKEND.verify(calls.verify(batch, replay=True, most=4, rows=8))
+            for rows in (8, 12):
+                BACKEND.verify(calls.verify(batch, replay=True, most=4, rows=rows))
         BACKEND.conv(calls.conv([64, 64]))
         warm = {id(kernel) for kernel in kernels}
         for lens in ([1], [65, 3], [700], [16] * 7, [1900] * 18):
@@ -137,6 +142,25 @@ def test_decode_of_bfloat16_states(options: dict[str, Any]) -> None:
     assert 16 * (copied[0].metadata.shared + 1024) <= 228 << 10
 
 
+@pytest.mark.parametrize(("most", "programs"), [(2, 3), (4, 3), (8, 2)])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_replay_in_gluon(most: int, programs: int, state_dtype: torch.dtype) -> None:
+    """On compute capability 9.0, states with their values first, where copies take 16 bytes at a time."""
+    wide = calls.verify(2, True, most, max(8, 2 * most), state_dtype)
+    apart = torch.zeros(wide.pool.shape[0], wide.pool[0].numel() + 8, dtype=state_dtype)[:, 8:]
+    with compiling("sm_90") as kernels:
+        BACKEND.verify(wide)
+        BACKEND.verify(replace(wide, state_v_first=False))
+        BACKEND.verify(replace(wide, pool=apart.unflatten(1, wide.pool.shape[1:])))
+        BACKEND.verify(calls.verify(2, True, most, 40, state_dtype))
+    kernel, *others = kernels
+    assert kernel.metadata.name == "replay_kernel"
+    assert "replay_kernel" not in [other.metadata.name for other in others]
+    assert "cp.async" in kernel.asm["ptx"]
+    programs = programs if state_dtype == torch.float32 else 4
+    assert programs * (kernel.metadata.shared + 1024) <= 228 << 10
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_step_waits_for_the_kernel_before_it(name: str) -> None:
     """Where it may start before that has ended: from compute capability 9.0 on."""
@@ -145,6 +169,8 @@ def test_a_step_waits_for_the_kernel_before_it(name: str) -> None:
         BACKEND.decode(calls.decode(2))
         BACKEND.decode(calls.decode(2, torch.bfloat16))
         BACKEND.verify(calls.verify(2, replay=False))
+        if name == "sm_90":
+            BACKEND.verify(calls.verify(2, replay=True))
     for kernel in kernels:
         assert getattr(kernel.metadata, "launch_pdl", False) == overlapping
         if overlapping:
@@ -256,7 +282,7 @@ def test_parameters_are_packed_as_the_kernels_read_them() -> None:
     with compiling("sm_90") as kernels, mock.patch.object(launch.Launch, "_first", recorded):
         launch_everything()
         BACKEND.prefill(calls.prefill([40], dtype=torch.float32, gate="bounded"))
-    assert {kernel.metadata.name for kernel, _ in packed} == KERNELS
+    assert {kernel.metadata.name for kernel, _ in packed} == GLUON_KERNELS
     for kernel, placed in packed:
         entry = kernel.asm["ptx"].split(".entry")[1].split(")")[0]
         sizes = [{"u64": 8, "u32": 4, "f32": 4}[kind] for kind in re.findall(r"\.param \.(\w+) ", entry)]

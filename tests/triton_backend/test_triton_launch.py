@@ -34,6 +34,7 @@ LAUNCHERS = [
     prefill.sm90_prepare(),
     prefill.sm90_scan(),
     recurrent.sm90_steps(),
+    recurrent.sm90_replays(),
 ]
 SIZES = {"i32": "<i", "i64": "<q", "fp32": "<f"}
 
@@ -154,6 +155,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "verify by replay": lambda: calls.verify(2, replay=True),
     "verify by replay of a chunk": lambda: calls.verify(2, replay=True, most=4),
     "verify of deferred states": lambda: calls.verify(2, replay=True, rows=8),
+    "verify by replay in float32": lambda: calls.verify(2, replay=True, dtype=torch.float32),
+    "verify of deferred states in float32": lambda: calls.verify(2, replay=True, rows=8, dtype=torch.float32),
     "commit": lambda: calls.commit(2),
     "commit of deferred states": lambda: calls.commit(2, rows=8),
     "conv": lambda: calls.conv([150, 50]),
@@ -211,6 +214,19 @@ def test_launches_from_addresses_are_those_of_the_call(
     wanted, machine.through_driver = machine.through_driver, []
     run(name, other)
     assert machine.through_driver == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("first", [1, 8])
+def test_deferred_requests_of_another_length_find_their_kernels(
+    machine: Machine, first: int, dtype: torch.dtype
+) -> None:
+    run("verify", calls.verify(2, True, first, 16, dtype=dtype))
+    machine.through_triton.clear()
+    for most in (1, 2, 3, 4, 5, 8):
+        run("verify", calls.verify(20, True, most, 16, dtype=dtype))
+    assert not machine.through_triton
+    assert len(machine.through_driver) == 6
 
 
 def test_kernels_that_overlap_are_launched_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,10 +83,17 @@ def decode(batch: int, state_dtype: torch.dtype = torch.float32, **options: obje
     return DecodeCall(inputs, Segments.equal(batch, 1), torch.zeros_like(inputs.v), pool, slots, slots, True, -1)
 
 
-def verify(batch: int, replay: bool, most: int = 2, rows: int = 0, **options: object) -> VerifyCall:
+def verify(
+    batch: int,
+    replay: bool,
+    most: int = 2,
+    rows: int = 0,
+    state_dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> VerifyCall:
     """Requests of `most` tokens, the most that one may have. `rows`: records a slot of deferred states."""
     inputs = tokens(most * batch, **options)  # type: ignore[arg-type]
-    pool = torch.zeros(most * batch, inputs.value_heads, inputs.value_dim, inputs.key_dim)
+    pool = torch.zeros(most * batch, inputs.value_heads, inputs.value_dim, inputs.key_dim, dtype=state_dtype)
     slots = torch.arange(most * batch, dtype=torch.int32)
     width = 2 * inputs.key_dim + inputs.value_dim
     return VerifyCall(

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ...device import Device
+from ..base import Request
 from .plan import CHUNK
 
 # Shared memory of a program, bytes. What is not listed gets the least of them.
@@ -69,6 +70,18 @@ def machine(device: torch.device) -> Machine:
     """The machine behind a torch device; a CPU stands for the interpreter."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return Machine.of(Device.of(device), units)
+
+
+def replays(where: Machine, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether verification by replay has a kernel in Gluon for such tokens."""
+    return where.gluon and dtype in (torch.bfloat16, torch.float16) and (key_dim, value_dim) == (128, 128)
+
+
+def leads(request: Request) -> bool:
+    """The same of a request, which knows neither the layout of states nor how many tokens and records there will be."""
+    if request.op != "verify" or request.rollback != "replay":
+        return False
+    return replays(Machine.of(request.device, 1), request.dtype, request.key_dim, request.value_dim)
 
 
 @functools.lru_cache(maxsize=256)

@@ -35,6 +35,7 @@ from .blocks import (
 )
 
 SM90_ROWS = 16  # value rows of a program in Gluon: those of a product of the matrix units
+SM90_RECORDS = 32  # the most of a slot that replay in Gluon takes
 
 
 @triton.jit
@@ -216,6 +217,13 @@ def sm90_steps() -> launch.Launcher:
     return launch.Launcher(step_kernel)
 
 
+@functools.cache
+def sm90_replays() -> launch.Launcher:
+    from .replay_sm90 import replay_kernel
+
+    return launch.Launcher(replay_kernel)
+
+
 def decode(call: DecodeCall) -> None:
     """`Backend.decode`."""
     if call.segments.count == 0 or call.tokens.count == 0:
@@ -329,27 +337,91 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
 
 
 def _run_replay(call: VerifyCall, records: Tensor) -> None:
-    prepared = call.memo.get("triton")
+    wide = call.memo.get("triton wide")
+    if wide is None:
+        wide = call.memo["triton wide"] = _replays_wide(call, records)
+    wide = wide and call.pool.data_ptr() % 16 == 0
+    key = "triton sm_90" if wide else "triton"
+    prepared = call.memo.get(key)
     if prepared is None:
-        prepared = call.memo["triton"] = _bind_replay(call, records)
+        bind = _bind_replay_sm90 if wide else _bind_replay
+        prepared = call.memo[key] = [one for size in _sizes(call, records) for one in bind(call, records, size)]
     segments = call.segments
     data = (*launch.inputs(call.tokens), call.out, call.pool, records)
     tables = (segments.first_token, segments.length, call.slots, call.accepted, call.held)
-    run, other = prepared
-    if run.alone(
-        call, data, tables
-    ):  # the first call of its kind: another batch may take the other, and must not compile then
-        other(data, tables, compile_only=True)
+    own, *others = prepared
+    if own.alone(call, data, tables):  # the first call of its kind: none that may follow must compile then
+        for other in others:
+            other(data, tables, compile_only=True)
 
 
-def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, launch.Launch]:
-    """The launch of this call, and that of a call with another batch: where two programs have a multiprocessor to
-    themselves, each has more warps and more value rows at once. Two drafts or more go as a chunk."""
+def _longest(call: VerifyCall, records: Tensor) -> int:
+    """The most tokens of a request."""
+    return records.shape[1] if call.held is None else min(records.shape[1], call.segments.max_length)
+
+
+def _sizes(call: VerifyCall, records: Tensor) -> list[int]:
+    """Tokens of a chunk, as a power of two: of this call, then of others with these records."""
+    own = min(chunk.MOST, max(2, triton.next_power_of_2(_longest(call, records))))
+    if call.held is None:
+        return [own]
+    return [own, *[size for size in (2, 4, 8) if size != own and size < 2 * records.shape[1]]]
+
+
+def _replays_wide(call: VerifyCall, records: Tensor) -> bool:
+    """Whether the kernel in Gluon takes the call, if copies of 16 bytes can take the states where they lie."""
+    tokens, pool = call.tokens, call.pool
+    return (
+        config.replays(config.machine(pool.device), tokens.q.dtype, tokens.key_dim, tokens.value_dim)
+        and call.state_v_first
+        and pool.stride(0) % 16 == 0
+        and _longest(call, records) <= chunk.MOST
+        and records.shape[1] <= SM90_RECORDS
+    )
+
+
+def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch]:
+    """Chunks of `size` tokens, in Gluon. What was measured on an H200: two programs share a multiprocessor with chunks
+    of 8, three else, four with states in bfloat16, which gain from pieces at once where chunks are smaller."""
+    tokens, segments, pool = call.tokens, call.segments, call.pool
+    heads, positions = tokens.value_heads, records.shape[1]
+    narrow = pool.dtype == torch.bfloat16
+    bound = sm90_replays().bind(
+        pool.device,
+        (segments.count * heads, 1, 1),
+        (tokens.count, pool.shape[0], call.pad_slot, positions, *launch.scalars(tokens)),
+        (
+            *launch.strides(tokens),
+            *call.out.stride()[:2],
+            segments.first_token.stride(0),
+            segments.length.stride(0),
+            call.slots.stride(0),
+            call.accepted.stride(0),
+            pool.stride(0),
+            *records.stride()[:2],
+        ),
+        (
+            *launch.constants(tokens),
+            heads,
+            heads // tokens.heads,
+            size,
+            max(8, triton.next_power_of_2(positions)),
+            size == 8 or not narrow,
+        ),
+        num_warps=4,
+        registers=128 if narrow else 168 if size < 8 else None,
+        overlap=True,
+    )
+    return (bound,)
+
+
+def _bind_replay(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch, launch.Launch]:
+    """Chunks of `size` tokens: the launch of this call, and that of a call with another batch. Where two programs have
+    a multiprocessor to themselves, each has more warps and more value rows at once."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
     machine = config.machine(pool.device)
     positions = records.shape[1]
-    longest = positions if call.held is None else min(positions, segments.max_length)
-    chunked = longest > pair.MOST
+    chunked = size > pair.MOST
     launcher = chunk.launcher if chunked else pair.launcher
     programs = segments.count * tokens.value_heads
     group = tokens.value_heads // tokens.heads
@@ -374,7 +446,7 @@ def _bind_replay(call: VerifyCall, records: Tensor) -> tuple[launch.Launch, laun
                 min(tokens.value_dim, elements // tokens.key_dim),
                 call.state_v_first,
                 tokens.value_heads,
-                *(chunk.constants(longest, machine.precision) if chunked else ()),
+                *(chunk.constants(size, machine.precision) if chunked else ()),
                 warps,
             ),
             num_warps=warps,
