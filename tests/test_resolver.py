@@ -27,6 +27,7 @@ from rapidkda import (
     workspace_bytes,
 )
 from rapidkda.backends import cuda, flashkda, triton
+from rapidkda.backends.triton import config
 from rapidkda.device import CPU, Device
 from rapidkda.dispatch import REGISTRY, decision_table, resolve
 from rapidkda.ops import kinds
@@ -149,11 +150,19 @@ def test_auto_is_total(device: Device, op: str, installed: bool) -> None:
         assert {name: unmet for name, unmet in table.items() if name in choice.passed_over} == choice.passed_over
 
 
-def test_forms_of_rollback_have_backends_of_their_own(installed: bool) -> None:
-    """The cuda backend has replay only."""
-    for rollback, fastest in (("replay", "cuda"), ("slots", "triton")):
+def test_forms_of_rollback_have_backends_of_their_own(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cuda backend has replay only, and is left to it where triton's kernel in Gluon does not run."""
+    for gluon, rollback, fastest in (
+        (True, "replay", "triton"),
+        (False, "replay", "cuda"),
+        (True, "slots", "triton"),
+        (False, "slots", "triton"),
+    ):
+        monkeypatch.setattr(config, "_GLUON", gluon)
         request = Request("verify", DEVICES["9.0"], rollback=rollback)
         assert resolve(request).name == (fastest if installed else "torch")
+        asked_first = "triton" if installed and gluon and rollback == "replay" else "cuda"
+        assert next(iter(decision_table(request, ("verify",))["verify"])) == asked_first
     (reason,) = (line for line in dispatch.load("cuda").unmet(request) if "a slot a position" in line)
     assert not any("a slot a position" in line for line in dispatch.load("cuda").unmet(replace(request, op="decode")))
     with pytest.raises(BackendUnavailable, match=r"cannot run verify here(.|\n)*" + re.escape(reason)):

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from . import checks, env
-from .backends.base import Backend, Request
+from .backends.base import Backend, LeadingBackend, Request
 from .device import Device
 from .errors import BackendUnavailable, ConfigConflict
 from .problem import GateKind, Op
 
 log = logging.getLogger("rapidkda")
 
-# `auto` takes the first that can run: fastest first among those inside the accuracy bars. FlashKDA misses the bar where
-# gates decay slowly, so it stands behind triton, which it beats where the GPU is full (README, performance).
+# `auto` takes the first that can run: fastest first among those inside the accuracy bars, but for requests that one
+# further down serves faster and says so (`LeadingBackend`). FlashKDA misses the bar where gates decay slowly, so it
+# stands behind triton, which it beats where the GPU is full (README, performance).
 # One line a backend: name, "module:class".
 REGISTRY: dict[str, str] = {
     "cuda": "rapidkda.backends.cuda:CudaBackend",
@@ -119,7 +120,7 @@ def resolve(request: Request, backend: str = AUTO, source: str = "auto") -> Choi
     """Choose the backend for a request.
 
     A backend asked for by name runs or raises `BackendUnavailable` with all of its unmet requirements; there is no
-    silent fallback. `auto` takes the first of the registry that can run.
+    silent fallback. `auto` takes the first in its order that can run.
     """
     name = check_name(backend, source)
     if name != AUTO:
@@ -128,12 +129,22 @@ def resolve(request: Request, backend: str = AUTO, source: str = "auto") -> Choi
             raise BackendUnavailable(f"backend {name!r} ({source}) cannot run {request.op} here:", {name: unmet})
         return Choice(name, f"asked for by {source}", source, {})
     passed_over: dict[str, tuple[str, ...]] = {}
-    for candidate in REGISTRY:
+    for candidate in auto_order(request):
         unmet = load(candidate).unmet(request)
         if not unmet:
             return Choice(candidate, "first in auto's order that can run here", source, passed_over)
         passed_over[candidate] = tuple(unmet)
     raise BackendUnavailable(f"no backend can run {request.op} here:", passed_over)
+
+
+def auto_order(request: Request) -> list[str]:
+    """The registry's order, but for backends that lead for this request."""
+
+    def follows(name: str) -> bool:
+        backend = load(name)
+        return not (isinstance(backend, LeadingBackend) and backend.leads(request))
+
+    return sorted(REGISTRY, key=follows)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,5 +254,6 @@ def as_device(device: torch.device | Device | str | None) -> Device:
 
 
 def decision_table(request: Request, ops: tuple[Op, ...]) -> dict[Op, dict[str, tuple[str, ...]]]:
-    """For each operator and each backend, the unmet requirements (empty: it can run). What `doctor` prints."""
-    return {op: {name: tuple(load(name).unmet(replace(request, op=op))) for name in REGISTRY} for op in ops}
+    """For each operator each backend's unmet requirements (empty: it can run), in auto's order. `doctor` prints it."""
+    asked = {op: replace(request, op=op) for op in ops}
+    return {op: {name: tuple(load(name).unmet(one)) for name in auto_order(one)} for op, one in asked.items()}

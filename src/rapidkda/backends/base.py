@@ -91,6 +91,15 @@ class FusingBackend(Protocol):
 
 
 @runtime_checkable
+class LeadingBackend(Protocol):
+    """A backend that serves some requests faster than those which stand before it in auto's order."""
+
+    def leads(self, request: Request) -> bool:
+        """Whether `auto` asks this backend first for the request."""
+        ...
+
+
+@runtime_checkable
 class DifferentiableBackend(Protocol):
     """A backend that autograd can differentiate: whole sequences, out of place."""
 

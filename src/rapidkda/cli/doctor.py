@@ -73,7 +73,7 @@ def _decisions(device: Device) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for label, request in _requests(device):
         backends = decision_table(request, (request.op,))[request.op]
-        chosen = next((name for name in REGISTRY if not backends[name]), None)
+        chosen = next((name for name, unmet in backends.items() if not unmet), None)
         table[label] = {"auto": chosen, "unmet": {name: list(unmet) for name, unmet in backends.items()}}
     return table
 

@@ -42,6 +42,10 @@ class TritonBackend:
                 reasons.append(f"states must be float32 or bfloat16, got {_name(request.state_dtype)}")
         return reasons
 
+    def leads(self, request: Request) -> bool:
+        """See `rapidkda.backends.base.LeadingBackend`: verification by replay, where it has a kernel in Gluon."""
+        return request.op == "verify" and not self.unmet(request) and bool(_module("config").leads(request))
+
     def workspace_bytes(self, op: Op, sizes: Sizes) -> int:
         if op != "prefill":
             return 0
