@@ -409,7 +409,7 @@ def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[lau
             size == 8 or not narrow,
         ),
         num_warps=4,
-        registers=128 if narrow else 168 if size < 8 else None,
+        registers=None if positions > 16 else 128 if narrow else 168 if size < 8 else None,
         overlap=True,
     )
     return (bound,)

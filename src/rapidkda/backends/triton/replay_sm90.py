@@ -37,6 +37,7 @@ from .blocks import (
 )
 from .chunk import _put
 
+WARPS = gl.constexpr(4)
 PIECES = gl.constexpr(4)  # of a state
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -105,7 +106,7 @@ def _rows_in_order(x):
 
 @gluon.jit
 def _scalar(vector_s, at: gl.constexpr):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.sum(vector_s.slice(at, 1).load(ONE), 0)
 
 
@@ -130,16 +131,15 @@ def replay_kernel(
 ):  # fmt: skip
     """Fold the accepted records, store the state where the new ones do not fit, run the tokens, record them.
 
-    Grid (N * HEADS), 4 or 8 warps. TOKENS (2, 4, 8) bounds the tokens of a request, FOLD (8, 16, 32) the records of a
+    Grid (N * HEADS), WARPS warps. TOKENS (2, 4, 8) bounds the tokens of a request, FOLD (8, 16, 32) the records of a
     slot. SPREAD: the pieces of a state are asked for one after another instead of at once.
     """
-    WARPS: gl.constexpr = gl.num_warps()
     BLOCK: gl.constexpr = 16 * WARPS  # value rows at once
     BLOCKS: gl.constexpr = V // BLOCK
     PIECE: gl.constexpr = K // PIECES
     NARROW: gl.constexpr = p_pool.dtype.element_ty == gl.bfloat16
     N: gl.constexpr = 16 if TOKENS == 8 else 8  # rows of X, twice the same where these are fewer
-    DEPTH: gl.constexpr = 16 if FOLD == 8 else FOLD  # rows of KK; both parts of 8 records are rows of one operand
+    DEPTH: gl.constexpr = 16 if FOLD == 8 else FOLD  # records in a product; of 8, it takes both parts
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -149,13 +149,13 @@ def replay_kernel(
         if NARROW
         else gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     )
-    WARP_ROWS: gl.constexpr = [[16, 0], [32, 0]] if WARPS == 4 else [[16, 0], [32, 0], [64, 0]]
+    WARP_ROWS: gl.constexpr = [[16, 0], [32, 0]]
     OWN: gl.constexpr = gl.DistributedLinearLayout(  # MMA, in memory order
         [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], WARP_ROWS, [], [BLOCK, PIECE]
     )
     SOLVE: gl.constexpr = gl.DistributedLinearLayout(  # a value row a thread, of those that its warp has in MMA
         [[0, 1], [0, 2], [0, 4], [0, 8]] if N == 16 else [[0, 1], [0, 2], [0, 4]],
-        [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0] if WARPS == 4 else [0, 0]],
+        [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0]],
         WARP_ROWS,
         [],
         [V, N],
@@ -271,9 +271,10 @@ def replay_kernel(
     if p_held is not None:
         gl.store(p_held + (spread(slot, HEADS) + head), base, mask=real)
 
-    if SPREAD:
+    if SPREAD:  # further pieces, between barriers for the compiler's sake, as above
         _copy(pieces_s[1], p_state + PIECE + copied, real)
         gl.thread_barrier()
+
     # What tokens see of those before them; their keys and queries, decayed from the state to each
     key_sees = ()
     query_sees = ()
@@ -346,10 +347,7 @@ def replay_kernel(
             sums = _put(sums, block, mma_v2(high, x_high, sums[block]))
             rest = _put(rest, block, mma_v2(low, x_high, rest[block]))
             rest = _put(rest, block, mma_v2(high, x_low, rest[block]))
-    if BLOCKS == 1:
-        columns = _columns(gl.convert_layout(sums[0] + rest[0], SOLVE))
-    else:
-        columns = _columns(gl.convert_layout(_above(sums[0] + rest[0], sums[1] + rest[1]), SOLVE))
+    columns = _columns(gl.convert_layout(_above(sums[0] + rest[0], sums[1] + rest[1]), SOLVE))
 
     left = ()
     outs = ()
