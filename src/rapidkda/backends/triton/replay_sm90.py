@@ -194,7 +194,7 @@ def replay_kernel(
     slot = gl.where(real, slot, 0)
     accepted = gl.where(real, gl.minimum(gl.maximum(accepted, 0), positions), 0).to(gl.int32)
     p_state = p_pool + (spread(slot, pool_s) + head * (V * K))
-    # Everything is asked for before anything is waited for, records that may not count too
+    # All but the state is asked for, last what waits for `held`
     held = 0 * accepted
     if p_held is not None:
         held = gl.load(p_held + (spread(slot, HEADS) + head), mask=accepted > 0, other=0)
@@ -213,22 +213,29 @@ def replay_kernel(
     a_log = 0.0
     if p_a_log is not None:
         a_log = gl.load(p_a_log + head)
-    known = gl.where(accepted > 0, positions, 0)
+    v_at = p_v + (spread(first, v_t) + spread(head, v_h)) + value_row
+    values = ()
+    for i in gl.static_range(TOKENS):
+        values += (gl.load(v_at + spread(head * 0 + i, v_t), mask=i < count, other=0.0),)
+    # How many records count, whether the state is stored, and where the new ones go
+    taken = gl.where(accepted > 0, gl.minimum(accepted + gl.minimum(gl.maximum(held, 0), positions), positions), 0)
+    if p_held is None:
+        full = taken > 0
+        base = 0 * taken
+    else:
+        full = taken + count > positions
+        base = gl.where(full, 0, taken)
     p_record = p_records + (spread(slot, records_s) + head * (2 * K + V))
     old_keys = ()
     old_decays = ()
     for j in gl.static_range(FOLD):
         old_at = p_record + spread(head * 0 + j, records_j) + flat
-        old_keys += (gl.load(old_at, mask=j < known, other=0.0),)
-        old_decays += (gl.load(old_at + K, mask=j < known, other=0.0),)
+        old_keys += (gl.load(old_at, mask=j < taken, other=0.0),)
+        old_decays += (gl.load(old_at + K, mask=j < taken, other=0.0),)
     old_at = p_record + 2 * K + (spread(u_at, records_j)[None, :] + u_row[:, None])
     old_u = ()
     for block in gl.static_range(BLOCKS):
-        old_u += (gl.load(old_at + block * BLOCK, mask=(u_at < known)[None, :], other=0.0),)
-    v_at = p_v + (spread(first, v_t) + spread(head, v_h)) + value_row
-    values = ()
-    for i in gl.static_range(TOKENS):
-        values += (gl.load(v_at + spread(head * 0 + i, v_t), mask=i < count, other=0.0),)
+        old_u += (gl.load(old_at + block * BLOCK, mask=(u_at < taken)[None, :], other=0.0),)
     # The compiler would move copies before loads, which would wait for them in line, and what uses the loads before the
     # copies. The barrier stops the one, the branch the other.
     gl.thread_barrier()
@@ -237,14 +244,6 @@ def replay_kernel(
     if not some:
         return
 
-    # What is folded, and where the new records go
-    taken = gl.where(accepted > 0, gl.minimum(accepted + gl.minimum(gl.maximum(held, 0), positions), positions), 0)
-    if p_held is None:
-        full = taken > 0
-        base = 0 * taken
-    else:
-        full = taken + count > positions
-        base = gl.where(full, 0, taken)
     k, q = k.to(gl.float32), q.to(gl.float32)
     if L2NORM:
         k *= gl.rsqrt(gl.sum(k * k, 1) + L2_EPS)[:, None]
@@ -261,8 +260,8 @@ def replay_kernel(
     late = gl.full([K], 1.0, gl.float32, CHANNEL)
     late_keys = ()
     for j in gl.static_range(FOLD - 1, -1, -1):
-        late_keys = (gl.where(j < taken, old_keys[j], 0.0) * late,) + late_keys
-        late *= exp(gl.where(j < taken, old_decays[j], 0.0))
+        late_keys = (old_keys[j] * late,) + late_keys
+        late *= exp(old_decays[j])
     late_high, late_low = high_low(_stack(late_keys))
     gl.thread_barrier()  # every warp has read the old records and `held` before any of them is overwritten
     new_at = p_record + spread(base + token, records_j)[:, None] + channel[None, :]
@@ -321,7 +320,7 @@ def replay_kernel(
     sums = ()
     rest = ()  # of them, products of lower parts: neither waits for the other
     for block in gl.static_range(BLOCKS):
-        high, low = high_low(gl.where((u_at < taken)[None, :], old_u[block], 0.0))
+        high, low = high_low(old_u[block])
         u_high += (high,)
         u_low += (low,)
         sums += (gl.zeros([BLOCK, N], gl.float32, MMA),)
