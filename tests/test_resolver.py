@@ -362,7 +362,7 @@ def test_a_verification_says_how_its_drafts_are_undone(monkeypatch: pytest.Monke
     given = {"segments": one, "state": state, "accepted": accepted, "lower_bound": -1.0, "backend": "torch"}
     rapidkda.verify(x, x, x, x, x[..., 0], slots=slots[:, None], **given)
     rapidkda.verify(x, x, x, x, x[..., 0], slots=slots, records=records, **given)
-    rapidkda.commit(state=state, records=records, slots=slots, accepted=accepted, backend="torch")
+    rapidkda.commit(state=state, records=records, held=None, slots=slots, accepted=accepted, backend="torch")
     assert [request.rollback for request in asked] == ["slots", "replay", "replay"]
 
 

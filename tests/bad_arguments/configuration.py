@@ -30,6 +30,8 @@ bad("prefill decode causal_conv", "read_slots", "negative", torch.tensor([3, -7]
 bad("prefill decode causal_conv", "read_slots", "written_by_another_row", torch.tensor([1, 2]), debug=True)
 bad("verify commit", "accepted", "too_many", torch.tensor([1, 4]), debug=True)
 bad("verify commit", "accepted", "negative", torch.tensor([-1, 1]), debug=True)
+bad("deferred commit", "held", "past_the_records", torch.full((9, 2), 2, dtype=torch.int32), debug=True)
+bad("deferred commit", "held", "of_no_request", torch.full((9, 2), 2**31 - 1, dtype=torch.int32), debug=True)
 bad("causal_conv", "accepted", "too_many", torch.tensor([1, 3]), debug=True)
 bad(WHOLE, "cu_seqlens_cpu", "other_values", torch.tensor([0, 19, 24]), debug=True)
 for what, table in {

@@ -57,6 +57,7 @@ class Target:
         return ops.verify(*inputs.operands(), **inputs.options(), backend=self.name, **options)
 
     def commit(self, **options: Any) -> None:
+        options.setdefault("held", None)
         ops.commit(backend=self.name, **options)
 
     def advance(self, op: str, inputs: Inputs, *, state: Tensor, slots: Tensor, **options: Any) -> Tensor:

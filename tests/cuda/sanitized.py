@@ -172,7 +172,7 @@ def replay(length: int, state_dtype: torch.dtype) -> None:
             backend="cuda",
         )
         left = torch.tensor(accepted, dtype=torch.int32, device=DEVICE)
-    ops.commit(state=pool, records=records, slots=slots, accepted=left, backend="cuda")
+    ops.commit(state=pool, records=records, held=None, slots=slots, accepted=left, backend="cuda")
     torch.cuda.synchronize()
     want, _ = inputs.expected()
     spans = [(int(first) + more, length) for first, more in zip(firsts, accepted, strict=True)]

@@ -122,7 +122,13 @@ def test_calls_take_the_smallest_chunk_that_holds_its_drafts(
     given = inputs(2 * COUNT) | {"segments": segments, "slots": slots, "records": records, "accepted": accepted}
     rapidkda.verify(**given, backend="cuda")
     rapidkda.commit(
-        state=given["state"], records=records, slots=slots, accepted=accepted, state_v_first=True, backend="cuda"
+        state=given["state"],
+        records=records,
+        held=None,
+        slots=slots,
+        accepted=accepted,
+        state_v_first=True,
+        backend="cuda",
     )
     (verify, _, addresses, constants), (commit, grid, committed, fewer) = fake.launched
     assert verify == commit

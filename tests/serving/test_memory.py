@@ -195,3 +195,25 @@ def test_debug_mode_names_the_request_of_the_first_non_finite_state(monkeypatch:
     inputs["bad"][5, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"'bad'.*slot \d+ of KDA layer 0"):
         driver.step(*records, inputs=inputs)
+
+
+@pytest.mark.parametrize("record_rows", [4, None, 40])
+def test_debug_mode_finds_what_a_deferred_state_is_yet_to_take_in(
+    monkeypatch: pytest.MonkeyPatch, record_rows: int | None
+) -> None:
+    monkeypatch.setenv("RAPIDKDA_CHECK", "1")
+    driver = Driver(record_rows=record_rows)
+    for name in ("good", "bad"):
+        driver.prefill(name, driver.hidden(8))
+
+    def verify(accepted: int, spoilt: bool = False) -> None:
+        inputs = {name: driver.hidden(2) for name in ("good", "bad")}
+        if spoilt:
+            inputs["bad"][0, 0] = float("nan")
+        steps = [StepRequest(name, "verify", 2, driver.slots(name), accepted=accepted) for name in inputs]
+        driver.step(*steps, inputs=inputs)
+
+    verify(0)
+    verify(2, spoilt=True)  # the state before these tokens is finite
+    with pytest.raises(FloatingPointError, match=r"'bad'.*slot \d+ of KDA layer 0"):
+        verify(1)

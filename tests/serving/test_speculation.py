@@ -337,5 +337,6 @@ def test_settling_nothing_leaves_the_state_bit_unchanged(rollback: Rollback) -> 
     state = driver.pool.layers[0]
     if state.records is not None:
         slots, accepted = (torch.tensor(v, device=TARGET.device) for v in (driver.slots("a"), [0]))
-        ops.commit(state=state.recurrent, records=state.records, slots=slots, accepted=accepted, backend=TARGET.backend)
+        records = {"records": state.records, "held": state.held}
+        ops.commit(state=state.recurrent, **records, slots=slots, accepted=accepted, backend=TARGET.backend)
     assert not changed_slots(driver.pool, before)

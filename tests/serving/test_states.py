@@ -321,6 +321,8 @@ def test_a_running_request_moves_from_two_ranks_to_four() -> None:
         split_state(merge_states(blobs), 3)
     with pytest.raises(ValueError, match="rank 1"):
         merge_states([blobs[0], replace(blobs[0], open_drafts=1)])
+    assert blobs[0].shape.record_rows is None
+    merge_states([blobs[0], replace(blobs[1], shape=replace(blobs[1].shape, record_rows=5))])
 
 
 def rank_of(whole: KDALayer, rank: int, size: int) -> KDALayer:

@@ -112,7 +112,7 @@ def test_replay_drops_what_was_not_accepted() -> None:
     assert torch.equal(pool, inputs.states)
     records[1, 2:], records[2] = float("nan"), float("inf")
     accepted = torch.tensor([4, 2, 0])
-    ops.commit(state=pool, records=records, slots=slots, accepted=accepted, backend="torch")
+    ops.commit(state=pool, records=records, held=None, slots=slots, accepted=accepted, backend="torch")
     taken = dataclasses.replace(inputs, segments=Segments.from_lengths(accepted.tolist(), first_token=[0, 4, 8]))
     _, final = taken.expected()
     assert relative_error(pool, final) < 1e-6

@@ -302,7 +302,14 @@ def test_both_forms_of_verification_agree_with_one_token_after_another(
                 lower_bound=inputs.lower_bound,
             )
             states[token] = head.expected()[1].float()
-    ops.commit(state=replayed, records=records, slots=torch.tensor([0]), accepted=torch.tensor([2]), backend="triton")
+    ops.commit(
+        state=replayed,
+        records=records,
+        held=None,
+        slots=torch.tensor([0]),
+        accepted=torch.tensor([2]),
+        backend="triton",
+    )
     assert tolerances.worst_state_error(replayed, states[1].double()) <= 1e-5
 
 

@@ -309,7 +309,7 @@ def _verify(plan: Plan, inputs: Inputs, choice: Choice, replay: bool) -> Bound:
     def result() -> Expected:
         if records is None:
             return out, pool[slots[:, -1].long()]
-        ops.commit(state=pool, records=records, slots=slots, accepted=every, backend=choice)
+        ops.commit(state=pool, records=records, held=None, slots=slots, accepted=every, backend=choice)
         return out, pool[slots.long()]
 
     reset()

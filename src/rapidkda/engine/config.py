@@ -25,6 +25,7 @@ class EngineConfig:
         max_model_len: most tokens of a request, prompt and output together; None for no limit.
         max_drafts: k_max, the most draft tokens of a request in a step; 0 for no speculation.
         rollback: how rejected drafts are undone, "replay" (records) or "slots" (a slot for each position).
+        record_rows: records that a slot holds with replay; see `rapidkda.serving.StateShape`.
         prefill_chunk: tokens of a step that drafts leave to waiting prompts (default: half of the step). In
             batch-invariant mode every chunk of a prompt but its last has exactly this length.
         batch_invariant: a request's tokens do not depend on its batch mates, to the bit. Slower; see
@@ -40,6 +41,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_drafts: int = 0
     rollback: Rollback = "replay"
+    record_rows: int | None = None
     prefill_chunk: int | None = None
     batch_invariant: bool = False
     state_dtype: torch.dtype = torch.float32
@@ -51,7 +53,7 @@ class EngineConfig:
         checks.integer("max_drafts", self.max_drafts, 0)
         checks.choice("rollback", self.rollback, ROLLBACKS)
         checks.boolean("batch_invariant", self.batch_invariant)
-        for name in ("num_slots", "max_cached_tokens", "max_model_len", "prefill_chunk"):
+        for name in ("num_slots", "max_cached_tokens", "max_model_len", "prefill_chunk", "record_rows"):
             value = getattr(self, name)
             if value is not None:
                 checks.integer(name, value, 1)

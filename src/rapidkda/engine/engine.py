@@ -69,7 +69,7 @@ class Engine:
             backends=self.config.backends,
             one_by_one=self.config.batch_invariant,
         )
-        shape = self.model.state_shape(self.config.max_drafts, self.config.rollback)
+        shape = self.model.state_shape(self.config.max_drafts, self.config.rollback, self.config.record_rows)
         prefill = self.model.first_layer.choices["prefill"]
         limits, device, dtype = self.config.limits, self.model.device, self.model.dtype
         self._planned = {

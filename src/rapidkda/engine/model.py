@@ -83,9 +83,9 @@ class PackedModel:
         """Any KDA layer: they are alike in all but weights."""
         return next(iter(self.kda.values()))
 
-    def state_shape(self, max_drafts: int, rollback: Rollback) -> StateShape:
+    def state_shape(self, max_drafts: int, rollback: Rollback, record_rows: int | None = None) -> StateShape:
         """Of the pool that the KDA layers need."""
-        return self.first_layer.state_shape(max_drafts, rollback)
+        return self.first_layer.state_shape(max_drafts, rollback, record_rows=record_rows)
 
     def new_cache(self) -> AttentionCache:
         """For one request."""

@@ -169,13 +169,32 @@ def flags(name: str, value: object, count: int, device: torch.device) -> Tensor 
     return value
 
 
-def accepted(value: object, count: int, most: int, device: torch.device) -> Tensor:
-    """Check accepted counts: int32 or int64 [N]; in debug mode, that they are within 0..most."""
+def accepted(
+    value: object,
+    count: int,
+    most: int,
+    device: torch.device,
+    held: Tensor | None = None,
+    at: Tensor | None = None,
+    pad_slot: int = -1,
+) -> Tensor:
+    """Check accepted counts: int32 or int64 [N]; in debug mode, that they are within 0..most, and with what their slots
+    hold before them too."""
     result = slots("accepted", value, (count,), "[N]", device)
-    if env.check_device_values() and count:
-        low, high = int(result.min()), int(result.max())
-        if low < 0 or high > most:
-            raise ValueError(f"accepted must be in 0..{most} (1 + k_max), got {result.tolist()}")
+    if not env.check_device_values() or not count:
+        return result
+    low, high = int(result.min()), int(result.max())
+    if low < 0 or high > most:
+        meaning = "1 + k_max" if held is None else "the records of a slot"
+        raise ValueError(f"accepted must be in 0..{most} ({meaning}), got {result.tolist()}")
+    if held is not None and at is not None:
+        real = (result > 0) & (at != pad_slot) & (at >= 0) & (at < held.shape[0])
+        before = held[at[real].long()].long()
+        if bool(((before < 0) | (before + result[real].unsqueeze(1) > most)).any()):
+            raise ValueError(
+                f"held and accepted must name at most the {most} records of a slot together, got accepted "
+                f"{result[real].tolist()} after held {before.tolist()}"
+            )
     return result
 
 

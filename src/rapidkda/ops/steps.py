@@ -299,7 +299,8 @@ def verify(
     """Speculative verification: segment n holds the last accepted token and its k_n drafts, k_n <= k_max.
 
     `accepted[n]` is how many tokens of the request's previous verify step were accepted, 1 to 1 + k; 0 says that the
-    previous step was no verify step. Values outside are clamped (and refused in debug mode).
+    previous step was no verify step. Values outside are clamped (and refused in debug mode, as are more records than
+    `held` and `accepted` can name together).
 
     Three forms of rollback, with the same results:
         slot per position (`records` is None): slots [N, 1 + k_max]; start from the state in slots[n, accepted - 1]
@@ -308,7 +309,8 @@ def verify(
             run the tokens from it and store their records instead of their states.
             records: float32 [S, 1 + k_max, HV, 2K + V], one row a pool slot: k | log decay | correction.
         replay with deferred states (`held` given too): the state is stored only where the records are full, and those
-            of accepted tokens are kept and applied anew until then. Faster from two steps' records a slot on.
+            of accepted tokens are kept and applied anew until then. With two steps' records a slot or more, that moves
+            less memory, which is what limits a GPU.
             records: float32 [S, R, HV, 2K + V] with R >= 1 + k_max.
             held: int32 [S, HV], contiguous, kept by the operator: records before those of the last step. Needs no
             initial value: `accepted` 0 starts anew. The state of the slot is that of `commit` with the same `held`.
@@ -355,7 +357,7 @@ def verify(
         else:
             bind_requests.slots("slots", slots, (segments.count,), "[N]", device)
         bind_requests.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        bind_requests.accepted(accepted, segments.count, most, device)
+        bind_requests.accepted(accepted, segments.count, most, device, held, slots, pad_slot)
         bind.gate_values(tokens, segments)
         covered = bind.covers(segments, tokens.count)
         if out is not None:
@@ -395,7 +397,7 @@ def commit(
     records: Tensor,
     slots: Tensor,
     accepted: Tensor,
-    held: Tensor | None = None,
+    held: Tensor | None,
     state_v_first: bool = True,
     pad_slot: int = -1,
     backend: BackendLike = None,
@@ -403,7 +405,8 @@ def commit(
     """Apply the accepted records of each slot to its state, in place (replay form of `verify`).
 
     Used when a request leaves speculation, once: its next verification says `accepted` 0. `accepted` 0 leaves a state
-    bit-unchanged. Shapes as in `verify`; `held` as the verifications had it, which is read only.
+    bit-unchanged. Shapes as in `verify`. `held` as the verifications had it, None only if they had none: nothing else
+    tells how many records count. It is read only.
     """
     key, kind, given = kinds.find(
         "commit",
@@ -432,7 +435,7 @@ def commit(
         bind_requests.slots("slots", slots, (None,), "[N]", state.device)
         pad_slot = bind_requests.pad_marker(pad_slot)
         bind_requests.slot_values("slots", slots, state.shape[0], pad_slot, written=True)
-        bind_requests.accepted(accepted, slots.shape[0], records.shape[1], state.device)
+        bind_requests.accepted(accepted, slots.shape[0], records.shape[1], state.device, held, slots, pad_slot)
         # The verifications that left the records are not known here: asked is the least that any of them may have.
         device = Device.of(state.device)
         request = Request(

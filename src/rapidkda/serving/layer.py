@@ -8,6 +8,7 @@ and update the pools in place; nothing is gathered, copied or merged.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ class KDALayer(nn.Module):
                 raise kind(f"pool must have {name} {wanted} like the layer, got {got}")
         if self.pool_layer >= len(pool.layers):
             raise ValueError(f"pool must have more than {self.pool_layer} layers (pool_layer), got {len(pool.layers)}")
-        if workspace.shape != pool.shape:
+        if replace(workspace.shape, record_rows=None) != replace(pool.shape, record_rows=None):  # it has no records
             raise ValueError(f"workspace must be planned for {pool.shape}, got {workspace.shape}")
         if workspace.dtype != self.in_proj.dtype:
             raise TypeError(f"workspace must be planned for {self.in_proj.dtype}, got {workspace.dtype}")
@@ -273,11 +274,17 @@ class KDALayer(nn.Module):
         }
 
     def _check_finite(self, batch: StepBatch, state: LayerState, shape: StateShape) -> None:
-        """Debug mode: report the first state that this step left non-finite."""
+        """Debug mode: report the first state that this step left non-finite, or with a deferred one what it is yet to
+        take in."""
         if batch.plan is None:
             return
+        verified = {row.slots[0] for row in batch.plan.rows["verify"]}  # elsewhere `held` says nothing
         for slot, request_id in batch.plan.written(shape).items():
-            if not torch.isfinite(state.recurrent[slot]).all():
+            finite = torch.isfinite(state.recurrent[slot]).all()
+            if slot in verified and state.held is not None and state.records is not None:
+                row = torch.arange(state.records.shape[1], device=state.held.device)[:, None]
+                finite &= torch.isfinite(state.records[slot][row < state.held[slot]]).all()
+            if not finite:
                 raise FloatingPointError(
                     f"request {request_id!r} left a non-finite state in slot {slot} of KDA layer {self.pool_layer}"
                 )

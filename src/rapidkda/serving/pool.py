@@ -28,6 +28,7 @@ class LayerState:
         conv: convolution inputs, oldest first, [S, L, C] or [S, C, L]; L = W - 1 + k_max.
         records: float32 [S, R, HV, 2K + V] with the replay form of speculation, else None.
         held: int32 [S, HV], dense, where states are deferred, else None: records before those of the last verify step.
+            Whoever copies a slot with open drafts copies its records and its row of `held` too.
     """
 
     recurrent: Tensor
@@ -129,16 +130,20 @@ class StatePool:
             self.fill(slots, math.nan)
 
     def fill(self, slots: Sequence[int], value: float) -> None:
-        """Set everything in some slots, in all layers, to one value; numbers of records to a wild one for NaN."""
+        """Set everything in some slots, in all layers, to one value; counters that cannot hold it to a wild one."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         for state in self.layers:
             for tensor in state.tensors().values():
-                tensor.index_fill_(0, index, value if tensor.is_floating_point() or math.isfinite(value) else WILD)
+                tensor.index_fill_(0, index, value if tensor.is_floating_point() or _counts(value) else WILD)
 
     def _table(self) -> SlotTable:
         if self.slots is None:
             raise ValueError("slots of a wrapped pool are its engine's, so it cannot allocate or free them")
         return self.slots
+
+
+def _counts(value: float) -> bool:
+    return 0 <= value <= WILD and value == int(value)
 
 
 def _allocate(shape: StateShape, num_slots: int, device: torch.device) -> LayerState:
@@ -156,8 +161,12 @@ def _check(name: str, state: LayerState, shape: StateShape, num_slots: int, devi
         "conv": (shape.conv(num_slots), shape.conv_dtype, "[S, L, C]" if shape.conv_channels_last else "[S, C, L]"),
     }
     if shape.has_records:
-        expected["records"] = (shape.records(num_slots), torch.float32, "[S, R, HV, 2K + V]")
+        meaning = "[S, R, HV, 2K + V], R = record_rows"
+        expected["records"] = (shape.records(num_slots), torch.float32, meaning)
     if shape.defers:
+        if state.held is None:
+            wanted = f"{shape.records_per_slot} records a slot (record_rows) for {1 + shape.max_drafts} tokens a step"
+            raise TypeError(f"{name}.held must be a torch.Tensor with {wanted}, got None")
         expected["held"] = (shape.held(num_slots), torch.int32, "[S, HV]")
     for part, (extents, dtype, meaning) in expected.items():
         value = checks.tensor(f"{name}.{part}", getattr(state, part))

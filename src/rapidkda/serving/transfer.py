@@ -7,7 +7,7 @@ k and of v (which lie side by side in the pool but are three separate ranges of 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -103,8 +103,9 @@ def merge_states(states: Sequence[ExportedState]) -> ExportedState:
     if not states:
         raise ValueError("states must hold one state a rank, got none")
     first = states[0]
+    kind = first.open_drafts, len(first.layers), replace(first.shape, record_rows=None)
     for rank, state in enumerate(states):
-        if (state.open_drafts, len(state.layers), state.shape) != (first.open_drafts, len(first.layers), first.shape):
+        if (state.open_drafts, len(state.layers), replace(state.shape, record_rows=None)) != kind:
             raise ValueError(f"states must come from pools of one shape and one step, got another from rank {rank}")
     layers = tuple(
         {name: torch.cat([state.layers[index][name] for state in states]) for name in first.layers[index]}
@@ -161,7 +162,7 @@ def _before_the_open(state: Tensor, records: Tensor, held: Tensor, open_drafts: 
     records of the open tokens, which follow them. The pool is unchanged."""
     held = held.clamp(0, records.shape[0] - open_drafts)
     whole, one = state.clone()[None], torch.ones(1, dtype=torch.int32, device=state.device)
-    before = (held - 1)[None]  # and one that was accepted
+    before = (held - 1).clamp(min=0)[None]  # and one that was accepted
     ops.commit(state=whole, records=records[None], slots=one - 1, accepted=one, held=before, backend="torch")
     whole = torch.where((held > 0)[:, None, None], whole[0], state)
     rows = (held + torch.arange(open_drafts, device=held.device)[:, None]).long()  # [n, HV]
