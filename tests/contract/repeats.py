@@ -64,7 +64,9 @@ def _verify(target: Target, seed: int, form: str) -> Call:
 
 def _commit(target: Target, seed: int, form: str) -> Call:
     given = _verify(target, seed, form)[1]
-    return ops.commit, {n: given[n] for n in ("state", "records", "slots", "accepted", "held") if n in given}
+    return ops.commit, {"held": None} | {
+        n: x for n, x in given.items() if n in ("state", "records", "slots", "accepted", "held")
+    }
 
 
 def _conv(target: Target, seed: int) -> Call:
