@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rapidkda.dispatch import REGISTRY
 from rapidkda.problem import GateKind
-from rapidkda.serving import Rollback, StepRequest
+from rapidkda.serving import KDALayer, Rollback, StepRequest
 from rapidkda.testing.tolerances import relative_error
 
 from .driver import Driver
@@ -20,17 +20,11 @@ BAR = 2e-2  # projections, convolution, KDA, norm and output each round once to 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("rollback", ["replay", "slots"])
-@pytest.mark.parametrize("lower_bound", [-5.0, None])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", list(REGISTRY))
-def test_a_mixed_step_and_the_one_after(
-    backend: str, device: str, lower_bound: float | None, rollback: Rollback
-) -> None:
+def layer_on(backend: str, device: str, lower_bound: float | None) -> KDALayer:
     dim = 64 if device == "cpu" else 128
     gate: GateKind = "softplus" if lower_bound is None else "bounded"
     backends = wish_or_skip(backend, device, dim, (gate,))
-    layer = make_layer(
+    return make_layer(
         1,
         heads=1 if device == "cpu" else 4,
         dim=dim,
@@ -39,6 +33,16 @@ def test_a_mixed_step_and_the_one_after(
         device=device,
         backends=backends,
     )
+
+
+@pytest.mark.parametrize("rollback", ["replay", "slots"])
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", list(REGISTRY))
+def test_a_mixed_step_and_the_one_after(
+    backend: str, device: str, lower_bound: float | None, rollback: Rollback
+) -> None:
+    layer = layer_on(backend, device, lower_bound)
     driver = Driver(layer, rollback=rollback, max_drafts=2, slots=14)
     states = {name: driver.prefill(name, driver.hidden(5)) for name in ("a", "b")}
     states["c"] = driver.oracle.fresh()
@@ -70,3 +74,32 @@ def test_a_mixed_step_and_the_one_after(
     got = driver.step(*records, inputs=inputs)
     for name, state in (("b", after["b"][1]), ("a", after["a"][0]), ("d", after["c"][15])):
         assert relative_error(got[name].cpu(), driver.oracle.run(inputs[name], state)[0].cpu()) <= BAR
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", list(REGISTRY))
+def test_deferred_decodes_and_an_ordinary_one(backend: str, device: str, lower_bound: float | None) -> None:
+    """Two requests, one a token behind the other, for long enough that both store their states."""
+    driver = Driver(layer_on(backend, device, lower_bound), max_drafts=0, record_rows=3, slots=6)
+    states = {name: driver.prefill(name, driver.hidden(5)) for name in ("a", "b")}
+    assert driver.pool.slots is not None
+    for step in range(6):
+        records = [
+            StepRequest(
+                name,
+                "decode" if step in (0, 5) and name == "b" else "verify",
+                1,
+                driver.slots(name),
+                accepted=driver.pool.slots.open_drafts(name),
+            )
+            for name in states
+        ]
+        inputs: dict[Hashable, Tensor] = {name: driver.hidden(1) for name in states}
+        got = driver.step(*records, inputs=inputs)
+        for name, state in states.items():
+            wanted, after = driver.oracle.run(inputs[name], state)
+            assert relative_error(got[name].cpu(), wanted.cpu()) <= BAR
+            states[name] = after[-1]
+    resting = resting_state(driver.pool, driver.slots("b")[0])
+    assert relative_error(resting.recurrent.cpu(), states["b"].recurrent.cpu()) <= BAR

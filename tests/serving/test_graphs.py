@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from rapidkda import dispatch
 from rapidkda.backends.base import Request
 from rapidkda.device import Device
-from rapidkda.serving import BackendWish, Rollback, StepBatch, StepLimits, StepRequest
+from rapidkda.serving import BackendWish, StepBatch, StepLimits, StepRequest
 from rapidkda.testing.tolerances import relative_error
 
 from .driver import Driver
@@ -21,6 +22,11 @@ from .oracle import TARGET, WISH, changed_slots, make_layer, make_workspace
 OUT = TARGET.out
 LIMITS = StepLimits(max_tokens=24, max_requests=6)
 HAS_GPU = torch.cuda.is_available()
+FORMS: dict[str, dict[str, Any]] = {
+    "replay": {},
+    "slots": {"rollback": "slots"},
+    "deferred decodes": {"max_drafts": 0, "record_rows": 3},
+}
 
 
 @pytest.mark.parametrize("pad_slot", [-1, 0])
@@ -78,11 +84,11 @@ def random_steps(
     return schedule
 
 
-@pytest.mark.parametrize("rollback", ["replay", "slots"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kinds", [["decode"], ["verify"], ["prefill", "decode", "verify"]])
-def test_refilled_fixed_tables_equal_exact_ones(rollback: Rollback, kinds: list[str]) -> None:
+def test_refilled_fixed_tables_equal_exact_ones(form: str, kinds: list[str]) -> None:
     """Twenty steps through tables that keep their addresses and largest sizes, against freshly sized ones."""
-    exact, fixed = Driver(rollback=rollback, limits=LIMITS), Driver(rollback=rollback, limits=LIMITS, fixed=True)
+    exact, fixed = Driver(limits=LIMITS, **FORMS[form]), Driver(limits=LIMITS, fixed=True, **FORMS[form])
     for driver in (exact, fixed):
         for name in "abcd":
             driver.prefill(name, driver.hidden(5))
@@ -160,12 +166,12 @@ def on_gpu() -> Callable[..., Driver]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rollback", ["replay", "slots"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["decode", "verify"])
-def test_captured_steps_equal_eager_ones(rollback: Rollback, kind: str, on_gpu: Callable[..., Driver]) -> None:
+def test_captured_steps_equal_eager_ones(form: str, kind: str, on_gpu: Callable[..., Driver]) -> None:
     """Capture once, replay 20 steps with other slots, counts, batch sizes and rows in place each time."""
     limits = StepLimits(24, 6, max_prefills=0, max_decodes=6 * (kind == "decode"), max_verifies=6 * (kind == "verify"))
-    eager, captured = on_gpu(rollback=rollback), on_gpu(rollback=rollback)
+    eager, captured = on_gpu(**FORMS[form]), on_gpu(**FORMS[form])
     for driver in (eager, captured):
         for name in "abcd":
             driver.prefill(name, driver.hidden(5))

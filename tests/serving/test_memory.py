@@ -78,7 +78,10 @@ def test_replay_needs_less_than_a_slot_a_token() -> None:
         ({"max_drafts": 7}, 16, True),
         ({"max_drafts": 7, "record_rows": 9}, 9, True),
         ({"max_drafts": 7, "record_rows": 8}, 8, False),
-        ({"max_drafts": 0, "record_rows": 9}, 0, False),
+        ({"max_drafts": 0}, 0, False),
+        ({"max_drafts": 0, "record_rows": 2}, 2, True),
+        ({"max_drafts": 0, "record_rows": 9}, 9, True),
+        ({"max_drafts": 0, "record_rows": 9, "rollback": "slots"}, 0, False),
         ({"max_drafts": 7, "record_rows": 9, "rollback": "slots"}, 0, False),
     ],
 )
@@ -197,23 +200,33 @@ def test_debug_mode_names_the_request_of_the_first_non_finite_state(monkeypatch:
         driver.step(*records, inputs=inputs)
 
 
-@pytest.mark.parametrize("record_rows", [4, None, 40])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"record_rows": 4},
+        {},
+        {"record_rows": 40},
+        {"max_drafts": 0, "record_rows": 2},
+        {"max_drafts": 0, "record_rows": 9},
+    ],
+)
 def test_debug_mode_finds_what_a_deferred_state_is_yet_to_take_in(
-    monkeypatch: pytest.MonkeyPatch, record_rows: int | None
+    monkeypatch: pytest.MonkeyPatch, form: dict[str, int]
 ) -> None:
     monkeypatch.setenv("RAPIDKDA_CHECK", "1")
-    driver = Driver(record_rows=record_rows)
+    driver = Driver(**form)  # type: ignore[arg-type]
+    count = min(2, driver.pool.shape.verify_tokens)
     for name in ("good", "bad"):
         driver.prefill(name, driver.hidden(8))
 
     def verify(accepted: int, spoilt: bool = False) -> None:
-        inputs = {name: driver.hidden(2) for name in ("good", "bad")}
+        inputs = {name: driver.hidden(count) for name in ("good", "bad")}
         if spoilt:
             inputs["bad"][0, 0] = float("nan")
-        steps = [StepRequest(name, "verify", 2, driver.slots(name), accepted=accepted) for name in inputs]
+        steps = [StepRequest(name, "verify", count, driver.slots(name), accepted=accepted) for name in inputs]
         driver.step(*steps, inputs=inputs)
 
     verify(0)
-    verify(2, spoilt=True)  # the state before these tokens is finite
+    verify(count, spoilt=True)  # the state before these tokens is finite
     with pytest.raises(FloatingPointError, match=r"'bad'.*slot \d+ of KDA layer 0"):
         verify(1)

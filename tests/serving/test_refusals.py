@@ -209,6 +209,19 @@ def test_a_pool_without_drafts_takes_no_verification() -> None:
         driver.batch.fill(of("a", "verify", 1)(driver))
 
 
+def test_a_pool_of_deferred_decodes_verifies_one_token() -> None:
+    driver = Driver(max_drafts=0, record_rows=2)
+    driver.prefill("a", driver.hidden(3))
+    with pytest.raises(ValueError, match=r"num_tokens of request 'a'.* 1 to 1 .*got 2"):
+        driver.batch.fill(of("a", "verify", 2)(driver))
+    driver.step(*of("a", "verify")(driver), inputs={"a": driver.hidden(1)})
+    for kind in ("verify", "decode", "prefill"):
+        for accepted in (0, 2):
+            with pytest.raises(ValueError, match=rf"accepted of request 'a'.*1 to 1.*got {accepted}"):
+                driver.batch.fill(of("a", kind, accepted=accepted)(driver))
+    driver.batch.fill(of("a", accepted=1)(driver))
+
+
 def forward_faults() -> dict[str, tuple[Callable[[Driver], dict[str, Any]], type[Exception], str]]:
     def other_pool(driver: Driver, **options: Any) -> StatePool:
         layer = make_layer(**options)
@@ -333,6 +346,7 @@ def test_a_wrapped_pool_has_no_number_of_records_that_nobody_keeps() -> None:
         ({"heads": 2, "max_drafts": -1}, "max_drafts"),
         ({"heads": 2, "max_drafts": 3, "record_rows": 3}, "record_rows"),
         ({"heads": 2, "record_rows": 0}, "record_rows"),
+        ({"heads": 2, "record_rows": 1}, "record_rows must be at least 2 with max_drafts = 0 .*got 1"),
         ({"heads": 2, "rollback": "undo"}, "rollback"),
         ({"heads": 2, "state_dtype": torch.float16}, "state_dtype"),
         ({"heads": 2, "conv_dtype": torch.int8}, "conv_dtype"),
@@ -357,6 +371,27 @@ def test_a_full_pool_says_so_and_keeps_its_books() -> None:
         table.free("b")
     table.free("a")
     assert set(table.allocate("b", 3)) == {1, 2, 3}
+
+
+def test_a_wrapped_pool_of_deferred_decodes_must_fit_its_shape() -> None:
+    shape = replace(SHAPE, max_drafts=0, record_rows=4)
+    own = StatePool(shape, 5).layers[0]
+    pool = StatePool.wrap(shape, [own])
+    limits = StepLimits(32, 4)
+    batch = StepBatch(pool, limits)
+    with pytest.raises(ValueError, match=r"accepted of request 'a'.*0 to 1"):
+        batch.fill([StepRequest("a", "verify", 1, (4,), accepted=2)])
+    batch.fill([StepRequest("a", "verify", 1, (4,), accepted=1)])
+    for part in ("records", "held"):
+        with pytest.raises(TypeError, match=part):
+            StatePool.wrap(shape, [replace(own, **{part: None})])
+    for part in ("records", "held"):
+        state = LayerState(own.recurrent, own.conv, **{part: getattr(own, part)})
+        with pytest.raises(ValueError, match=part):
+            StatePool.wrap(replace(shape, record_rows=None), [state])
+    plain = StepBatch(StatePool.wrap(replace(shape, record_rows=None), [LayerState(own.recurrent, own.conv)]), limits)
+    with pytest.raises(ValueError, match=r"accepted of request 'a'.*0 with a pool that verifies nothing, got 1"):
+        plain.fill([StepRequest("a", "decode", 1, (4,), accepted=1)])
 
 
 def test_a_wrapped_pool_leaves_slots_to_its_engine() -> None:

@@ -88,6 +88,7 @@ class Engine(RuleBasedStateMachine):
 
     steps = 0  # of all runs
     rollback: Rollback = "replay"
+    speculates = True
     backends = BackendWish(prefill="torch", decode="torch")
     device = "cpu"
     dtype = torch.float32
@@ -130,6 +131,8 @@ class Engine(RuleBasedStateMachine):
         sample, _ = self.oracle.run(self.inputs(64), self.oracle.fresh())
         self.row_norm = float(sample.norm(dim=1).mean())
         rows = None if more_rows is None else 1 + max_drafts + more_rows
+        if not self.speculates:
+            max_drafts, rows = 0, 2 + (more_rows or 0)
         shape = self.layer.state_shape(max_drafts, self.rollback, record_rows=rows, conv_channels_last=channels_last)
         slots = arrivals * shape.slots_per_request + spare
         self.pool = StatePool(shape, slots, device=self.device, pad_slot=pad_slot, on_reuse="poison")
@@ -326,6 +329,12 @@ class SlotsEngine(Engine):
     rollback = "slots"
 
 
+class DeferringEngine(Engine):
+    """Without drafts: decodes are verifications of one token whose states are deferred, and ordinary ones."""
+
+    speculates = False
+
+
 def run(machine: type[Engine], steps: int) -> None:
     """Run engines until they have taken that many steps."""
     Engine.steps = 0
@@ -343,9 +352,9 @@ def run(machine: type[Engine], steps: int) -> None:
         )
 
 
-@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
-def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine]) -> None:
-    run(machine, int(os.environ.get("RAPIDKDA_TEST_STEPS", "2000")) // 2)
+@pytest.mark.parametrize(("machine", "share"), [(ReplayEngine, 2), (SlotsEngine, 2), (DeferringEngine, 4)])
+def test_any_schedule_equals_the_accepted_tokens_in_order(machine: type[Engine], share: int) -> None:
+    run(machine, int(os.environ.get("RAPIDKDA_TEST_STEPS", "2000")) // share)
 
 
 def half_precision(machine: type[Engine], backends: BackendWish, device: str, dim: int) -> type[Engine]:
@@ -361,13 +370,13 @@ def half_precision(machine: type[Engine], backends: BackendWish, device: str, di
     return type(f"{backends.prefill}{machine.__name__}", (machine,), fields)
 
 
-@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
+@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine, DeferringEngine])
 def test_any_schedule_in_half_precision(machine: type[Engine]) -> None:
     run(half_precision(machine, Engine.backends, "cpu", 32), 100)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine])
+@pytest.mark.parametrize("machine", [ReplayEngine, SlotsEngine, DeferringEngine])
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_any_schedule_on_a_gpu(machine: type[Engine], backend: str) -> None:
     backends = wish_or_skip(backend, "cuda", 128, ("bounded", "softplus"))

@@ -15,7 +15,7 @@ from rapidkda.serving import StatePool, StepBatch, core, plan, transfer
 from rapidkda.serving.slots import SlotTable
 from rapidkda.serving.tables import RowStore, VerifyStore
 
-from .test_schedules import Engine, ReplayEngine, SlotsEngine
+from .test_schedules import DeferringEngine, Engine, ReplayEngine, SlotsEngine
 
 Patch = pytest.MonkeyPatch
 
@@ -149,6 +149,11 @@ FAULTS: dict[str, tuple[type[Engine], Callable[[Patch], None]]] = {
         lambda p: call_with(p, "verify", held=lambda h: h if h is None else h * 0),
     ),
     "deferred records not committed": (ReplayEngine, lambda p: call_with(p, "commit", held=None)),
+    "decode that forgets what is deferred": (
+        DeferringEngine,
+        lambda p: call_with(p, "verify", accepted=lambda a: a * 0),
+    ),
+    "deferred decodes not committed": (DeferringEngine, lambda p: call_with(p, "commit", accepted=lambda a: a * 0)),
     "deferred records left behind": (ReplayEngine, deferred_records_left_behind),
     "hand-over beside old records": (ReplayEngine, imported_beside_old_records),
     "no rollback of the history": (ReplayEngine, lambda p: call_with(p, "causal_conv", accepted=lambda a: None)),

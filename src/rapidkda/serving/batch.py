@@ -54,13 +54,13 @@ class StepBatch:
         self._copied = torch.cuda.Event() if pin else None
         hosts = [part.numpy() for part in self._host.split(parts)]
         prefill, decode, verify = self._device.split(parts)
-        drafts = pool.shape.max_drafts
+        verifies = pool.shape.verify_tokens > 0
         self._prefill = RowStore(hosts[0], prefill, limits.max_prefills, limits.max_checkpoints)
         self._decode = RowStore(hosts[1], decode, limits.max_decodes, 0)
         self._verify = VerifyStore(hosts[2], verify, limits.max_verifies, pool.shape)
         if fixed:
-            self.prefill = self._prefill.fixed(limits.max_tokens, settles=drafts > 0)
-            self.decode = self._decode.fixed(1, settles=drafts > 0)
+            self.prefill = self._prefill.fixed(limits.max_tokens, settles=verifies)
+            self.decode = self._decode.fixed(1, settles=verifies)
             self.verify = self._verify.fixed()
             self.fill(())
 

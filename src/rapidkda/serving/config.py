@@ -27,7 +27,9 @@ class StateShape:
         rollback: how a verify step is undone. "replay": one state a request and a compact record a token.
             "slots": one state a token, so a request takes 1 + k_max slots.
         record_rows: records that a slot holds with replay, at least 1 + k_max (default: twice that, and at least 8).
-            Above 1 + k_max states are deferred: one is stored only where its records are full.
+            Above 1 + k_max states are deferred: one is stored only where its records are full. Without drafts there are
+            records only where this is given, at least 2: verification of one token is then a decode whose state is
+            deferred.
         conv_channels_last: history pool [S, L, C] (as the token axis lies in memory) instead of [S, C, L].
     """
 
@@ -55,8 +57,10 @@ class StateShape:
         checks.choice("rollback", self.rollback, ROLLBACKS)
         if self.record_rows is not None:
             checks.integer("record_rows", self.record_rows, 1)
-            if self.has_records and self.record_rows <= self.max_drafts:
+            if self.has_records and self.record_rows <= max(1, self.max_drafts):
                 least = f"at least {1 + self.max_drafts} (1 + k_max), the tokens of a verify step"
+                if self.max_drafts == 0:
+                    least = "at least 2 with max_drafts = 0 (one record defers nothing)"
                 raise ValueError(f"record_rows must be {least}, got {self.record_rows}")
         checks.boolean("conv_channels_last", self.conv_channels_last)
 
@@ -81,7 +85,12 @@ class StateShape:
 
     @property
     def has_records(self) -> bool:
-        return self.rollback == "replay" and self.max_drafts > 0
+        return self.rollback == "replay" and (self.max_drafts > 0 or self.record_rows is not None)
+
+    @property
+    def verify_tokens(self) -> int:
+        """Most tokens of a verify step, 1 + k_max; 0 where nothing is verified."""
+        return 1 + self.max_drafts if self.max_drafts > 0 or self.has_records else 0
 
     @property
     def records_per_slot(self) -> int:

@@ -22,7 +22,7 @@ class StepRequest:
     Attributes:
         request_id: any hashable; what acceptance is keyed by.
         kind: "prefill" (a chunk of any length, first or continued), "decode" (1 token), "verify" (the last accepted
-            token and its drafts) or "padding".
+            token and its drafts, if any) or "padding".
         num_tokens: tokens of the request in this step. 0 is legal for a prefill, which then only settles its state.
         slots: of the pool: 1, or up to 1 + k_max with slot per position, first the one that the state rests in.
         has_initial_state: False for the first chunk of a prompt, whatever its slot holds.
@@ -182,16 +182,16 @@ def _check_tokens(request: StepRequest, shape: StateShape) -> None:
     if request.kind == "decode" and request.num_tokens != 1:
         raise _error(request, "num_tokens", "be 1", str(request.num_tokens))
     if request.kind == "verify":
-        if shape.max_drafts == 0:
-            raise _error(request, "kind", "not be verify with a pool of max_drafts = 0", "verify")
-        most = 1 + shape.max_drafts
+        most = shape.verify_tokens
+        if most == 0:
+            raise _error(request, "kind", "not be verify with a pool of max_drafts = 0 and no records", "verify")
         if shape.rollback == "slots":
             most = min(most, max(1, len(request.slots)))
         if not 1 <= request.num_tokens <= most:
             raise _error(
                 request,
                 "num_tokens",
-                f"be 1 to {most} (1 + k_max = {1 + shape.max_drafts}, one slot each with slot per position)",
+                f"be 1 to {most} (1 + k_max = {shape.verify_tokens}, one slot each with slot per position)",
                 str(request.num_tokens),
             )
     if not request.has_initial_state and request.kind != "prefill":
@@ -226,7 +226,7 @@ def _claim(step: Plan, request: StepRequest, pool: StatePool) -> None:
 
 def _settle(request: StepRequest, pool: StatePool) -> bool:
     """Check `accepted` against the open drafts; returns whether the request had any."""
-    most = 1 + pool.shape.max_drafts
+    most = pool.shape.verify_tokens
     _integer(request, "accepted", request.accepted, -(2**31))
     open_drafts = None if pool.slots is None else pool.slots.open_drafts(request.request_id)
     restarts = not request.has_initial_state or request.read_slot is not None
@@ -240,8 +240,9 @@ def _settle(request: StepRequest, pool: StatePool) -> bool:
         raise _error(
             request, "accepted", f"be 1 to {open_drafts}, the tokens of its verify step", str(request.accepted)
         )
-    if not 0 <= request.accepted <= (most if pool.shape.max_drafts else 0):
-        raise _error(request, "accepted", f"be 0 to {most} (1 + k_max)", str(request.accepted))
+    if not 0 <= request.accepted <= most:
+        takes = f"be 0 to {most} (1 + k_max)" if most else "be 0 with a pool that verifies nothing"
+        raise _error(request, "accepted", takes, str(request.accepted))
     if pool.shape.rollback == "slots" and request.accepted > len(request.slots):
         raise _error(request, "accepted", f"be within its {len(request.slots)} slots", str(request.accepted))
     return bool(open_drafts)

@@ -26,7 +26,7 @@ class LayerState:
     Attributes:
         recurrent: [S, HV, V, K], float32 or bfloat16.
         conv: convolution inputs, oldest first, [S, L, C] or [S, C, L]; L = W - 1 + k_max.
-        records: float32 [S, R, HV, 2K + V] with the replay form of speculation, else None.
+        records: float32 [S, R, HV, 2K + V] where steps are verified by replay, else None.
         held: int32 [S, HV], dense, where states are deferred, else None: records before those of the last verify step.
             Whoever copies a slot with open drafts copies its records and its row of `held` too.
     """
@@ -176,7 +176,7 @@ def _check(name: str, state: LayerState, shape: StateShape, num_slots: int, devi
         if value.device != device:
             raise ValueError(f"{name}.{part} must be on {device} like the first pool, got {value.device}")
     if not shape.has_records and state.records is not None:
-        raise ValueError(f"{name}.records must be None without the replay form of speculation, got a tensor")
+        raise ValueError(f"{name}.records must be None for a shape without records, got a tensor")
     if state.held is None:
         return
     if not shape.defers:

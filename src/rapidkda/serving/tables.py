@@ -183,9 +183,9 @@ class VerifyStore:
 
     def fixed(self) -> VerifyTable | None:
         """The full table, whose values only the device knows."""
-        if self.capacity == 0 or self.shape.max_drafts == 0:
+        if self.capacity == 0 or self.shape.verify_tokens == 0:
             return None
-        segments = Segments(self._device_columns[0], self._device_columns[1], 1 + self.shape.max_drafts)
+        segments = Segments(self._device_columns[0], self._device_columns[1], self.shape.verify_tokens)
         return self._build(segments, self.capacity)
 
     def _build(self, segments: Segments, n: int) -> VerifyTable:

@@ -121,7 +121,7 @@ def _reshaped(shape: StateShape, heads: int, value_heads: int) -> StateShape:
 
 
 def _check_slots(pool: StatePool, slots: Sequence[int], open_drafts: int) -> None:
-    most = 1 + pool.shape.max_drafts if pool.shape.max_drafts else 0
+    most = pool.shape.verify_tokens
     if not 0 <= open_drafts <= most:
         raise ValueError(f"open_drafts must be 0 to {most} for this pool, got {open_drafts}")
     needed = max(1, open_drafts) if pool.shape.rollback == "slots" else 1
