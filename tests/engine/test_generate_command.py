@@ -67,6 +67,22 @@ def test_the_text_goes_to_the_output_and_the_summary_beside_it(
     assert ("verify backend" in summary) == (speculate == "3")
 
 
+def test_deferred_decodes_say_the_same_and_the_summary_tells_them(
+    folders: dict[str, Path], prompt_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--model", str(folders["kimi_linear"]), "--prompt-file", str(prompt_file), "--max-new-tokens", "12")
+    plain = generate(capsys, *arguments)
+    deferred = generate(capsys, *arguments, "--record-rows", "5")
+    assert deferred[:2] == plain[:2]
+    for part in ("verification of one token, a state stored once in 5 tokens", "no drafts", "verify backend", "torch"):
+        assert part in deferred[2]
+    assert "decode backend" not in deferred[2]
+    assert "decoded by" not in plain[2]
+    drafted = generate(capsys, *arguments, "--record-rows", "5", "--speculate", "3")
+    assert drafted[:2] == plain[:2]
+    assert "decoded by" not in drafted[2]
+
+
 def test_sampling_is_repeatable_and_tells_its_seed(
     folders: dict[str, Path], prompt_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +117,7 @@ def test_an_mtp_head_drafts(
         (("--prompt-file", "nowhere.txt"), "--prompt-file must be an existing file, got nowhere.txt"),
         (("--backend", "fast"), "--backend must be one of auto, "),
         (("--decode-backend", "flashkda"), "flashkda"),
+        (("--record-rows", "1"), "record_rows must be at least 2 (1 + k_max), the tokens of a verify step, got 1"),
         (("--top-p", "1.5"), "top_p must be in (0, 1], got 1.5"),
         (("--mtp", "nowhere.safetensors"), "nowhere.safetensors"),
         (("--device", "tpu"), "--device must be cpu or cuda[:N], got 'tpu'"),

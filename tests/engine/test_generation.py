@@ -69,8 +69,8 @@ def test_greedy_generation_is_that_of_transformers(case: str) -> None:
     model = CASES[case]()
     prompts = random_prompts(5, seed=2, longest=90)
     want = generated(model, prompts)
-    for drafts in (0, 2):
-        config = EngineConfig(max_num_batched_tokens=40, max_num_seqs=3, max_drafts=drafts)
+    for form in ({}, {"max_drafts": 2}, {"record_rows": 4}):
+        config = EngineConfig(max_num_batched_tokens=40, max_num_seqs=3, **form)
         assert [result.tokens for result in run(model, prompts, NEW, config)] == want
 
 
@@ -122,15 +122,15 @@ def test_two_engines_on_one_model(kimi: Any) -> None:
 
 @pytest.mark.parametrize(("device", "head_dim"), [("cpu", 32), pytest.param("cuda", 128, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rollback", ["replay", "slots"])
+@pytest.mark.parametrize(
+    "form", [{"max_drafts": 3}, {"max_drafts": 3, "rollback": "slots"}, {"record_rows": 3}], ids=str
+)
 @pytest.mark.parametrize("build", [build_glm5_next, build_kimi_linear])
-def test_bfloat16(build: Any, rollback: Any, state_dtype: torch.dtype, device: str, head_dim: int) -> None:
+def test_bfloat16(build: Any, form: dict[str, Any], state_dtype: torch.dtype, device: str, head_dim: int) -> None:
     """Released dtypes run; logits are transformers' on the same text within bfloat16."""
     model = build(0, hidden_size=64, head_dim=head_dim, experts=2, dtype=torch.bfloat16).to(device)
     prompts = random_prompts(4, seed=5, shortest=20)
-    config = EngineConfig(
-        max_num_batched_tokens=40, max_num_seqs=3, max_drafts=3, rollback=rollback, state_dtype=state_dtype
-    )
+    config = EngineConfig(max_num_batched_tokens=40, max_num_seqs=3, state_dtype=state_dtype, **form)
     for result in Engine(model, config).generate(prompts, SamplingParams(max_new_tokens=6, keep_logits=True)):
         text = torch.tensor([[*result.prompt, *result.tokens]], device=device)
         with torch.no_grad():
@@ -192,6 +192,21 @@ def test_backends_come_from_the_configuration_and_are_reported(kimi: Any, monkey
     monkeypatch.setenv("RAPIDKDA_DECODE_BACKEND", "torch")
     source = Engine(kimi).backend_report()["backends"]["decode"]["source"]
     assert source == "environment variable RAPIDKDA_DECODE_BACKEND"
+
+
+@pytest.mark.parametrize(
+    ("form", "entry"),
+    [
+        ({}, "decode"),
+        ({"record_rows": 4}, "verify"),
+        ({"max_drafts": 1}, "verify"),
+        ({"max_drafts": 1, "rollback": "slots"}, "verify_slots"),
+    ],
+)
+def test_the_report_says_what_decodes(kimi: Any, form: dict[str, Any], entry: str) -> None:
+    report = Engine(kimi, EngineConfig(**form)).backend_report()
+    assert report["decoding"] == entry
+    assert report["backends"][entry]["name"] == "torch"
 
 
 def test_the_documented_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,10 @@ CONFIGS = {
     "replay": EngineConfig(max_num_batched_tokens=128, max_num_seqs=64, max_drafts=3),
     "slots": EngineConfig(max_num_batched_tokens=128, max_num_seqs=64, num_slots=41, max_drafts=3, rollback="slots"),
     "little cache": EngineConfig(max_num_batched_tokens=64, max_num_seqs=16, max_cached_tokens=100, max_drafts=2),
+    "deferred decodes": EngineConfig(max_num_batched_tokens=96, max_num_seqs=64, prefill_chunk=32, record_rows=4),
+    "deferred decodes, little cache": EngineConfig(
+        max_num_batched_tokens=64, max_num_seqs=16, max_cached_tokens=100, record_rows=3
+    ),
 }
 
 
@@ -67,7 +71,7 @@ def test_concurrent_requests_finish_each_as_alone(
     assert [result.tokens for result in results] == list(want.values())
     assert_empty(engine)
     preempted = sum(result.stats.preemptions for result in results)
-    assert (preempted > 0) == (name == "little cache")
+    assert (preempted > 0) == ("little cache" in name)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -83,7 +87,7 @@ def test_cancelling_half_midway_leaks_nothing_and_changes_nothing(
     stages: set[str] = set()
     while engine.unfinished:
         engine.step()
-        for _ in range(1 if name == "little cache" else 3):  # few run there, and most would still be queued
+        for _ in range(1 if "little cache" in name else 3):  # few run there, and most would still be queued
             if left:
                 running = [one for one in left if one in engine._requests and engine._requests[one].slots]
                 victim = rng.choice(running if running and rng.random() < 0.5 else left)
@@ -98,7 +102,7 @@ def test_cancelling_half_midway_leaks_nothing_and_changes_nothing(
                     doomed.discard(victim)  # it was faster
     assert len(doomed) > 20
     assert {"queued", "decoding"} <= stages
-    assert ("with open drafts" in stages) == (engine.config.max_drafts > 0)
+    assert ("with open drafts" in stages) == engine.config.verifies
     assert_empty(engine)
     for one, tokens in zip(names, want.values(), strict=True):
         result = engine.take_result(one)
@@ -165,6 +169,26 @@ def test_steps_mix_prefill_and_verification_within_the_budget(kimi: Any) -> None
     assert [engine.take_result(name).tokens for name in names] == list(truth.values())
 
 
+def test_deferred_decodes_are_verifications_of_one_token_beside_prompts(kimi: Any) -> None:
+    prompts = random_prompts(12, seed=8, shortest=20, longest=60)
+    truth = plain(kimi, prompts, 12)
+    engine = Engine(kimi, EngineConfig(max_num_batched_tokens=24, max_num_seqs=4, record_rows=5))
+    names = [engine.add_request(prompt, SamplingParams(max_new_tokens=12)) for prompt in prompts]
+    mixed = 0
+    while engine.unfinished:
+        engine.step()
+        plan = engine._batch.plan
+        assert plan is not None
+        assert not plan.rows["decode"]
+        assert {row.length for row in plan.rows["verify"]} <= {1}
+        mixed += bool(plan.rows["prefill"]) and bool(plan.rows["verify"])
+    assert mixed > 3
+    results = [engine.take_result(name) for name in names]
+    assert [result.tokens for result in results] == list(truth.values())
+    assert all(result.stats.acceptance_rate is None for result in results)
+    assert_empty(engine)
+
+
 def broken(model: Any) -> Any:
     """The model with an embedding of NaN for one token, which its head never picks."""
     model = copy.deepcopy(model)
@@ -174,13 +198,15 @@ def broken(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("rollback", ["replay", "slots"])
-def test_not_a_number_ends_its_own_request_only(model: Any, rollback: Any) -> None:
+@pytest.mark.parametrize(
+    "form", [{"max_drafts": 2}, {"max_drafts": 2, "rollback": "slots"}, {"record_rows": 3}], ids=str
+)
+def test_not_a_number_ends_its_own_request_only(model: Any, form: dict[str, Any]) -> None:
     model = broken(model)
     good = random_prompts(10, seed=12, longest=30)
     want = plain(model, good, 6)
     bad = [(*prompt[: len(prompt) // 2], NAN_TOKEN, *prompt[len(prompt) // 2 :]) for prompt in good]
-    config = EngineConfig(max_num_batched_tokens=48, max_num_seqs=6, max_drafts=2, rollback=rollback)
+    config = EngineConfig(max_num_batched_tokens=48, max_num_seqs=6, **form)
     engine = Engine(model, config, Knowing({**want, **dict.fromkeys(bad, ())}, seed=0))
     both = [prompt for pair in zip(good, bad) for prompt in pair]
     results = engine.generate(both, SamplingParams(max_new_tokens=6))
@@ -385,9 +411,11 @@ def test_statistics(kimi: Any) -> None:
     assert one.acceptance_rate is None
 
 
-@pytest.mark.parametrize(("drafts", "rollback"), [(0, "replay"), (3, "replay"), (3, "slots")])
-def test_memory_is_as_planned_and_attention_caches_grow_and_go(model: Any, drafts: int, rollback: Any) -> None:
-    engine = Engine(model, EngineConfig(max_num_batched_tokens=128, max_drafts=drafts, rollback=rollback))
+@pytest.mark.parametrize(
+    "form", [{}, {"max_drafts": 3}, {"max_drafts": 3, "rollback": "slots"}, {"record_rows": 4}], ids=str
+)
+def test_memory_is_as_planned_and_attention_caches_grow_and_go(model: Any, form: dict[str, Any]) -> None:
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=128, **form))
     memory = engine.memory()
     assert engine.planned_bytes == {"states": memory.states, "workspace": memory.workspace}
     assert memory.attention == 0
@@ -432,6 +460,11 @@ def test_requests_that_cannot_ever_run_are_refused_with_both_numbers(kimi: Any) 
     assert not engine.abort("b")
 
 
+def test_records_that_defer_nothing_are_refused(kimi: Any) -> None:
+    with pytest.raises(ValueError, match="record_rows must be at least 2 with max_drafts = 0"):
+        Engine(kimi, EngineConfig(record_rows=1))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -440,6 +473,8 @@ def test_requests_that_cannot_ever_run_are_refused_with_both_numbers(kimi: Any) 
         ({"max_drafts": 3, "rollback": "slots", "num_slots": 3}, "num_slots must be at least 4.*got 3"),
         ({"rollback": "undo"}, "rollback must be one of 'replay', 'slots', got 'undo'"),
         ({"max_drafts": 1, "batch_invariant": True}, "rollback must be 'slots' with batch_invariant"),
+        ({"record_rows": 8, "batch_invariant": True}, "record_rows must be None with batch_invariant, got 8"),
+        ({"record_rows": 8, "rollback": "slots"}, "record_rows must be None with rollback 'slots', got 8"),
         ({"max_cached_tokens": 0}, "max_cached_tokens must be at least 1, got 0"),
     ],
 )

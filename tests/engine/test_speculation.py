@@ -59,6 +59,18 @@ def test_the_tokens_are_those_of_plain_greedy_generation(
     assert 0.2 < accepted / drafted < 0.95
 
 
+@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("family", ["glm5_next", "kimi_linear"])
+def test_deferred_decodes_give_the_tokens_of_plain_decodes(
+    models: dict[str, Any], truths: dict[str, dict[Prompt, tuple[int, ...]]], family: str, rows: int
+) -> None:
+    truth = truths[family]
+    config = EngineConfig(max_num_batched_tokens=256, max_num_seqs=48, record_rows=rows)
+    results = run(models[family], list(truth), NEW, config, Knowing(truth, seed=rows))
+    assert [result.tokens for result in results] == list(truth.values())
+    assert sum(result.stats.drafted for result in results) == 0
+
+
 class Wrong:
     """Drafts that are never right."""
 

@@ -34,6 +34,14 @@ def generate(
         ),
     ] = None,
     rollback: Annotated[Rollback, typer.Option(help="How rejected drafts are undone.")] = "replay",
+    record_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Records of a request with replay. Without drafts: states are stored only when they are full.",
+            show_default="none without drafts, else those of two steps and at least 8",
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k most likely tokens; 0 for all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this probability.")] = 1.0,
@@ -74,6 +82,7 @@ def generate(
             prefill_chunk=chunk,
             max_drafts=speculate,
             rollback=rollback,
+            record_rows=record_rows,
             backends=backends,
         )
         params = SamplingParams(
@@ -172,10 +181,11 @@ def _summarise(out: Console, engine: Engine, text: Text, params: SamplingParams,
     table = Table(show_header=False)
     for label, value in rows.items():
         table.add_row(label, value)
-    config, chosen = engine.config, engine.backend_report()["backends"]
-    verify = "verify_slots" if config.rollback == "slots" else "verify"
-    serving = {"prefill": "prefill", **({"verify": verify} if config.max_drafts else {"decode": "decode"})}
-    for op, choice in ((op, chosen[label]) for op, label in serving.items()):
+    report, config = engine.backend_report(), engine.config
+    if config.verifies and config.max_drafts == 0:
+        table.add_row("decoded by", f"verification of one token, a state stored once in {config.record_rows} tokens")
+    serving = {"prefill": "prefill", "verify" if config.verifies else "decode": report["decoding"]}
+    for op, choice in ((op, report["backends"][label]) for op, label in serving.items()):
         table.add_row(f"{op} backend", f"{choice['name']} ({choice['reason']})")
         for other, unmet in choice["passed_over"].items():
             table.add_row("", f"passed over {other}: {'; '.join(unmet)}")

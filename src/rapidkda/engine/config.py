@@ -25,7 +25,8 @@ class EngineConfig:
         max_model_len: most tokens of a request, prompt and output together; None for no limit.
         max_drafts: k_max, the most draft tokens of a request in a step; 0 for no speculation.
         rollback: how rejected drafts are undone, "replay" (records) or "slots" (a slot for each position).
-        record_rows: records that a slot holds with replay; see `rapidkda.serving.StateShape`.
+        record_rows: records that a slot holds with replay; see `rapidkda.serving.StateShape`. With max_drafts = 0 it
+            makes requests decode by verification of one token, which stores a state only where its records are full.
         prefill_chunk: tokens of a step that drafts leave to waiting prompts (default: half of the step). In
             batch-invariant mode every chunk of a prompt but its last has exactly this length.
         batch_invariant: a request's tokens do not depend on its batch mates, to the bit. Slower; see
@@ -57,10 +58,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 checks.integer(name, value, 1)
-        if self.batch_invariant and self.max_drafts > 0 and self.rollback == "replay":
+        if self.record_rows is not None and self.rollback == "slots":
+            raise ValueError(f"record_rows must be None with rollback 'slots', got {self.record_rows}")
+        if self.batch_invariant and self.verifies and self.rollback == "replay":
+            why = "which folds the accepted tokens into the state in one product and so rounds by their number"
+            if self.max_drafts == 0:
+                raise ValueError(f"record_rows must be None with batch_invariant, got {self.record_rows}, {why}")
             raise ValueError(
-                "rollback must be 'slots' with batch_invariant and max_drafts above 0, got 'replay', which folds the "
-                "accepted tokens into the state in one product and so rounds by their number"
+                f"rollback must be 'slots' with batch_invariant and max_drafts above 0, got 'replay', {why}"
             )
         chunk = self.chunk
         if self.max_num_seqs + chunk > self.max_num_batched_tokens:
@@ -79,6 +84,11 @@ class EngineConfig:
     def chunk(self) -> int:
         """`prefill_chunk`, or its default."""
         return self.max_num_batched_tokens // 2 if self.prefill_chunk is None else self.prefill_chunk
+
+    @property
+    def verifies(self) -> bool:
+        """Whether requests decode by verification: of their drafts, or of one token whose state is deferred."""
+        return self.max_drafts > 0 or self.record_rows is not None
 
     @property
     def slots_per_request(self) -> int:

@@ -257,8 +257,14 @@ class Engine:
         return 0 if self._pool.slots is None else self._pool.slots.available
 
     def backend_report(self) -> dict[str, Any]:
-        """What serves the KDA layers and why; see `KDALayer.backend_report`."""
-        return self.model.first_layer.backend_report()
+        """What serves the KDA layers and why; see `KDALayer.backend_report`.
+
+        `decoding` is the entry of `backends` that computes the next tokens of requests.
+        """
+        decoding = "decode"
+        if self.config.verifies:
+            decoding = "verify_slots" if self.config.rollback == "slots" else "verify"
+        return {**self.model.first_layer.backend_report(), "decoding": decoding}
 
     def _propose(self) -> dict[Hashable, list[int]]:
         """Drafts for the requests that decode."""
@@ -293,7 +299,7 @@ class Engine:
 
     def _record(self, part: Part) -> StepRequest:
         request = part.request
-        kind: Any = "prefill" if part.prefill else "verify" if self.config.max_drafts else "decode"
+        kind: Any = "prefill" if part.prefill else "verify" if self.config.verifies else "decode"
         return StepRequest(
             request.request_id,
             kind,
@@ -369,7 +375,7 @@ class Engine:
         """Keep the first tokens of a part and roll the rest back."""
         request = part.request
         request.computed += kept
-        if part.prefill or self.config.max_drafts == 0:
+        if part.prefill or not self.config.verifies:
             return
         request.accepted = kept
         request.stats.drafted += len(part.drafts)
