@@ -288,17 +288,7 @@ def _verify(plan: Plan, inputs: Inputs, choice: Choice, replay: bool) -> Bound:
     none, every = (torch.full((count,), n, dtype=torch.int32, device=plan.device) for n in (0, width))
 
     def step(accepted: Tensor) -> None:
-        ops.verify(
-            *inputs.operands(),
-            **inputs.options(),
-            segments=inputs.segments,
-            state=pool,
-            slots=slots,
-            accepted=accepted,
-            records=records,
-            out=out,
-            backend=choice,
-        )
+        _verified(inputs, accepted, out, choice, pool, slots, records)
 
     def reset() -> None:
         poison(out, pool, *([] if records is None else [records]))
@@ -333,18 +323,7 @@ def _defer(plan: Plan, inputs: Inputs, choice: Choice, number: int) -> Bound:
     phase = (slots + number) % cycle
 
     def step(accepted: Tensor) -> None:
-        ops.verify(
-            *inputs.operands(),
-            **inputs.options(),
-            segments=inputs.segments,
-            state=pool,
-            slots=slots,
-            accepted=accepted,
-            records=records,
-            held=held,
-            out=out,
-            backend=choice,
-        )
+        _verified(inputs, accepted, out, choice, pool, slots, records, held)
 
     def commit(accepted: Tensor) -> None:
         ops.commit(state=pool, records=records, held=held, slots=slots, accepted=accepted, backend=choice)
@@ -366,6 +345,31 @@ def _defer(plan: Plan, inputs: Inputs, choice: Choice, number: int) -> Bound:
 
     reset()
     return Bound(lambda: step(every), result, reset)
+
+
+def _verified(
+    inputs: Inputs,
+    accepted: Tensor,
+    out: Tensor,
+    choice: Choice,
+    pool: Tensor,
+    slots: Tensor,
+    records: Tensor | None = None,
+    held: Tensor | None = None,
+) -> None:
+    """One verify step of all tokens."""
+    ops.verify(
+        *inputs.operands(),
+        **inputs.options(),
+        segments=inputs.segments,
+        state=pool,
+        slots=slots,
+        accepted=accepted,
+        records=records,
+        held=held,
+        out=out,
+        backend=choice,
+    )
 
 
 def _pool(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor, Callable[[Tensor], None], Callable[[], Tensor]]:
