@@ -183,6 +183,22 @@ def test_deferred_states_take_the_chunk_of_the_segments_and_all_records_at_once(
     assert constants.positions == positions
 
 
+@pytest.mark.parametrize("positions", [3, 8, 16])
+def test_deferred_states_compile_nothing_after_the_first_step(fake: Driver, positions: int) -> None:
+    """Whatever the lengths of later steps, and when requests leave."""
+    records, held = torch.zeros(9, positions, VALUE_HEADS, 384), torch.zeros(9, VALUE_HEADS, dtype=torch.int32)
+    kept = {"slots": torch.arange(COUNT), "records": records, "accepted": torch.zeros(COUNT, dtype=torch.int32)}
+    loaded: set[compiler.KernelSource] = set()
+    for tokens in range(1, positions + 1):
+        given = inputs(tokens * COUNT) | {"segments": Segments.from_lengths([tokens] * COUNT)} | kept
+        rapidkda.verify(**given, held=held, backend="cuda")
+        loaded = loaded or set(fake.kernels.values())
+    rapidkda.commit(state=given["state"], held=held, backend="cuda", **kept)
+    launched = {kernel for kernel, *_ in fake.launched}
+    assert launched <= loaded
+    assert loaded <= set(steps.kernels())
+
+
 def test_a_call_says_how_its_tensors_lie(fake: Driver) -> None:
     slots = torch.arange(6 * (COUNT + 1), dtype=torch.int32).view(COUNT + 1, 6)[1:, 1]
     accepted = torch.zeros(COUNT, dtype=torch.int64)

@@ -74,7 +74,7 @@ def fold(state, p_records, record_j, count, rows, channels, K: tl.constexpr, TOK
 
 
 @triton.jit
-def _put(items, at: tl.constexpr, item):
+def put(items, at: tl.constexpr, item):
     """The tuple with one item replaced."""
     result = ()
     for i in tl.static_range(len(items)):
@@ -147,8 +147,8 @@ def chunk_kernel(
             weights += (tl.reshape(tl.where(sees, tl.sum(x * k, 2), 0.0), [2 * HALF]),)
             x = x * tl.where((at >= i)[:, :, None], exp(g), 1.0)
             mine = (warp == i % WARPS)[:, :, None]  # the warp that will record this token
-            keys = _put(keys, i // WARPS, tl.where(mine, k, keys[i // WARPS]))
-            decays = _put(decays, i // WARPS, tl.where(mine, g, decays[i // WARPS]))
+            keys = put(keys, i // WARPS, tl.where(mine, k, keys[i // WARPS]))
+            decays = put(decays, i // WARPS, tl.where(mine, g, decays[i // WARPS]))
         x = tl.reshape(x, [2 * HALF, K])
 
         row = tl.arange(0, 2 * HALF)

@@ -35,7 +35,7 @@ from .blocks import (
     within,
     write_strength,
 )
-from .chunk import _put
+from .chunk import put
 
 WARPS = gl.constexpr(4)
 PIECES = gl.constexpr(4)  # of a state
@@ -343,9 +343,9 @@ def replay_kernel(
             gl.store(p_state + (block * BLOCK * K + piece * PIECE) + own, stored, mask=full)
             high, low = high_low(state)
             high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
-            sums = _put(sums, block, mma_v2(high, x_high, sums[block]))
-            rest = _put(rest, block, mma_v2(low, x_high, rest[block]))
-            rest = _put(rest, block, mma_v2(high, x_low, rest[block]))
+            sums = put(sums, block, mma_v2(high, x_high, sums[block]))
+            rest = put(rest, block, mma_v2(low, x_high, rest[block]))
+            rest = put(rest, block, mma_v2(high, x_low, rest[block]))
     columns = _columns(gl.convert_layout(_above(sums[0] + rest[0], sums[1] + rest[1]), SOLVE))
 
     left = ()
@@ -359,8 +359,8 @@ def replay_kernel(
         new_u_at = p_record + 2 * K + spread(base + i, records_j) + value_row
         gl.store(new_u_at, u, mask=real & (i < count))
         for j in gl.static_range(i, TOKENS):
-            outs = _put(outs, j, outs[j] + u * _scalar(query_sees_s, i * TOKENS + j))
+            outs = put(outs, j, outs[j] + u * _scalar(query_sees_s, i * TOKENS + j))
             if j > i:
-                left = _put(left, j, left[j] - u * _scalar(key_sees_s, i * TOKENS + j))
+                left = put(left, j, left[j] - u * _scalar(key_sees_s, i * TOKENS + j))
         out = narrow(gl.where(real, outs[i], 0.0), p_out.dtype.element_ty)
         gl.store(out_at + spread(head * 0 + i, o_t), out, mask=i < count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def verify(call: VerifyCall) -> None:
             if call.records is None:
                 raise NotImplementedError("the cuda backend has no kernel for a slot a position; unmet() says so")
             kernel = _kernel(call, call.records, call.segments.max_length)
-            prepared = call.memo["cuda"] = Prepared(tensors, kernel, _constants(call, call.records))
+            later = _later_kernels(call, call.records)
+            prepared = call.memo["cuda"] = Prepared(tensors, kernel, _constants(call, call.records), later)
         call.repeat = prepared(tensors)
 
 
@@ -92,14 +94,22 @@ class Prepared:
         tensors: of a call, in the order of `ADDRESSES`; which of them are None belongs to the kind.
         kernel: what runs.
         constants: its parameter; the flags of alignment are added for each call's addresses.
+        later: kernels of other kinds of calls that will follow; loaded too, so that none compiles in their midst.
     """
 
-    def __init__(self, tensors: tuple[Tensor | None, ...], kernel: KernelSource, constants: Constants):
+    def __init__(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        kernel: KernelSource,
+        constants: Constants,
+        later: Sequence[KernelSource] = (),
+    ):
         named = dict(zip(ADDRESSES, tensors))
         pool = named["pool"]
         index = None if pool is None else pool.device.index
         self._device = torch.cuda.current_device() if index is None else index
         self._kernel = kernel
+        self._later = later
         self._constants = constants
         self._present = [x is not None for x in tensors]
         self._vectors = sum(_VECTORS) if constants.flags & Flags.STATE_V_FIRST else sum(_VECTORS) - Flags.VECTOR_STATES
@@ -142,6 +152,8 @@ class Prepared:
 
     def _bind(self, vectors: int) -> Launches:
         loaded = compiler.load(self._kernel, self._device)
+        for kernel in self._later:
+            compiler.load(kernel, self._device)
         constants = self._constants._replace(flags=self._constants.flags | vectors)
         grid = min(constants.segments * constants.value_heads, multiprocessors(self._device))
         shape = Shape(loaded.function, (grid, 1, 1), loaded.threads, loaded.shared_bytes, overlap=True)
@@ -155,6 +167,14 @@ def _kernel(call: VerifyCall | CommitCall, records: Tensor, most: int) -> Kernel
     if call.held is None:
         return replay_kernel(call.pool.dtype is torch.float32, positions)
     return replay_kernel(call.pool.dtype is torch.float32, min(most, positions), positions)
+
+
+def _later_kernels(call: VerifyCall, records: Tensor) -> list[KernelSource]:
+    """With deferred states the longest request of a step picks the kernel: those that other steps may take."""
+    if call.held is None:
+        return []
+    sizes = [most for before, most in zip((0, *CHUNKS), (*CHUNKS, CHUNKS[-1] + 1)) if before < records.shape[1]]
+    return [_kernel(call, records, most) for most in sizes]
 
 
 def _inputs(call: VerifyCall) -> tuple[Tensor | None, ...]:
