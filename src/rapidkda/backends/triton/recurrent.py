@@ -381,11 +381,17 @@ def _replays_wide(call: VerifyCall, records: Tensor) -> bool:
 
 
 def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch]:
-    """Chunks of `size` tokens, in Gluon. What was measured on an H200: two programs share a multiprocessor with chunks
-    of 8, three else, four with states in bfloat16, which gain from pieces at once where chunks are smaller."""
+    """Chunks of `size` tokens, in Gluon. Two programs share a multiprocessor with chunks of 8, three else, four with
+    states in bfloat16: as many as shared memory holds, with as many registers as that leaves each."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
     heads, positions = tokens.value_heads, records.shape[1]
     narrow = pool.dtype == torch.bfloat16
+    if positions > 16:
+        shared_by, registers = 2, None
+    elif narrow:
+        shared_by, registers = 4, 128
+    else:
+        shared_by, registers = 2 if size == 8 else 3, 168
     bound = sm90_replays().bind(
         pool.device,
         (segments.count * heads, 1, 1),
@@ -406,10 +412,10 @@ def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[lau
             heads // tokens.heads,
             size,
             max(8, triton.next_power_of_2(positions)),
-            size == 8 or not narrow,
+            shared_by * config.machine(pool.device).units,
         ),
         num_warps=4,
-        registers=None if positions > 16 else 128 if narrow else 168 if size < 8 else None,
+        registers=registers,
         overlap=True,
     )
     return (bound,)

@@ -1,16 +1,19 @@
 """Verification by replay on compute capability 9.0, in Gluon: a request's tokens as one small chunk (see chunk.py).
 
-A program owns one head of one request. The keys of the records are decayed to the last of them, the keys and queries of
-the tokens (X) from the state to each; then every warp works on value rows of its own:
+A program owns one head of one request. X are the keys and queries of the tokens, each decayed from the state to its
+token; K are the keys of the records, decayed to the last of them, and U their corrections. What the tokens read is
 
-    S <- S G + U' K         stored where the records are full
-    W = S X'                from which the corrections follow by substitution, a value row a thread
+    W = X S' = X (S G)' + (X K') U        by the second form with states in bfloat16, the exact operands of a product;
+                                          by the first one in float32, once S is
+    S <- S G + U' K                       stored where the records are full, and computed there only in the second form
 
-Both are products of the matrix units, of operands in two bfloat16 parts each, 16 bits of mantissa. The state comes to
-shared memory in pieces of some channels, one after another, while everything that needs no state is computed: asked for
-at once, its copies would hold up what the warps read and exchange through shared memory meanwhile.
+and corrections and outputs are  u = M (v - W),  o = W + C u,  with M the inverse of the triangular system of the
+tokens and C what queries see of them. All are products of the matrix units, of operands in two bfloat16 parts each, 16
+bits of mantissa. The state comes to shared memory in pieces of some channels while everything that needs no state is
+computed: all at once, its copies would hold up what the warps read and exchange through shared memory meanwhile.
 
-In a product the channels of 16 have another order (`_in_order`): then four neighbours in memory are a thread's.
+Where this kernel starts before the one before it has ended, its first programs ask L2 for what they will need first.
+Nothing of that is used: whatever a table says by then, it is read again.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -35,85 +38,106 @@ from .blocks import (
     within,
     write_strength,
 )
-from .chunk import put
+from .rearrange import above, halves, in_memory, in_order, in_tiles, out_of_tiles, scalars, stack, tile_row, twice
 
 WARPS = gl.constexpr(4)
 PIECES = gl.constexpr(4)  # of a state
+LINE = gl.constexpr(128)  # bytes
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@gluon.jit
-def _stack(items):
-    """Tensors [K], a power of two of them, as the columns of one."""
-    count: gl.constexpr = len(items)
-    size: gl.constexpr = items[0].shape[0]
-    for _ in gl.static_range(5):
-        if len(items) > 1:
-            joined = ()
-            for i in gl.static_range(len(items) // 2):
-                joined += (gl.join(items[i], items[len(items) // 2 + i]),)
-            items = joined
-    return gl.reshape(items[0], [size, count])
-
-
-@gluon.jit
-def _columns(x):
-    """The columns of x, a power of two of them."""
-    size: gl.constexpr = x.shape[0]
-    items = (x,)
-    for _ in gl.static_range(5):
-        if items[0].shape[1] > 1:
-            halves = ()
-            for i in gl.static_range(len(items)):
-                halves += gl.split(gl.permute(gl.reshape(items[i], [size, 2, items[i].shape[1] // 2]), (0, 2, 1)))
-            items = halves
-    result = ()
-    for i in gl.static_range(len(items)):
-        result += (gl.reshape(items[i], [size]),)
-    return result
-
-
-@gluon.jit
-def _above(x, y):
-    """x over y, both [R, C]."""
-    return gl.reshape(gl.permute(gl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
-
-
-@gluon.jit
-def _in_order(x):
-    """Columns of x as the products have them: of 4 neighbours, two and two are 8 apart."""
-    R: gl.constexpr = x.shape[0]
-    C: gl.constexpr = x.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(x, [R, C // 16, 4, 2, 2]), (0, 1, 3, 2, 4)), [R, C])
-
-
-@gluon.jit
-def _in_memory(x):
-    """`_in_order`, undone."""
-    R: gl.constexpr = x.shape[0]
-    C: gl.constexpr = x.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(x, [R, C // 16, 2, 4, 2]), (0, 1, 3, 2, 4)), [R, C])
-
-
-@gluon.jit
-def _rows_in_order(x):
-    """`_in_order` of rows."""
-    R: gl.constexpr = x.shape[0]
-    C: gl.constexpr = x.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(x, [R // 16, 4, 2, 2, C]), (0, 2, 1, 3, 4)), [R, C])
-
-
-@gluon.jit
-def _scalar(vector_s, at: gl.constexpr):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.sum(vector_s.slice(at, 1).load(ONE), 0)
 
 
 @gluon.jit
 def _copy(piece_s, p_piece, real):
     async_copy.async_copy_global_to_shared(piece_s, p_piece, mask=real)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _ask(p, count, stride, ROWS: gl.constexpr, ELEMENTS: gl.constexpr):
+    """Ask L2 for the first `count` of ROWS rows of ELEMENTS at p, a line at a time."""
+    EACH: gl.constexpr = LINE // (p.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: gl.constexpr = 16 if ELEMENTS // EACH > 8 else 8 if ELEMENTS // EACH > 4 else 4
+    HINTS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [WARPS, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, HINTS))
+    line = gl.arange(0, LINES, gl.SliceLayout(0, HINTS))
+    at = p + (spread(row, stride)[:, None] + (line * EACH)[None, :])
+    wanted = (row < count)[:, None] & (line * EACH < ELEMENTS)[None, :]
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [at.to(gl.int64, bitcast=True), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _ask_ahead(
+    p_q, p_k, p_v, p_g, p_records, p_first, p_length, p_slot, p_accepted, p_held,
+    n, head, tokens, pool_rows, pad_slot, positions, q_t, k_t, v_t, g_t,
+    first_s, length_s, slots_s, accepted_s, records_s, records_j,
+    K: gl.constexpr, V: gl.constexpr, HEADS: gl.constexpr, TOKENS: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """Ask L2 for the tokens and records of a head, if the tables say by now what they will say later.
+
+    The tables are read past the first cache, which would keep what the kernel before this one may overwrite.
+    """
+    slot = gl.load(p_slot + spread(n, slots_s), cache_modifier=".cg")
+    accepted = gl.load(p_accepted + spread(n, accepted_s), cache_modifier=".cg")
+    first = gl.load(p_first + spread(n, first_s), cache_modifier=".cg")
+    length = gl.load(p_length + spread(n, length_s), cache_modifier=".cg")
+    slot = gl.where(usable(slot, pool_rows, pad_slot), slot, 0)
+    taken = gl.minimum(gl.maximum(accepted, 0), positions).to(gl.int32)
+    if p_held is not None:
+        held = gl.load(p_held + (spread(slot, HEADS) + head), cache_modifier=".cg")
+        held = gl.where(taken > 0, gl.minimum(gl.maximum(held, 0), positions), 0)
+        taken = gl.minimum(taken + held, positions)
+    first, count = within(first, length, tokens)
+    _ask(p_k + spread(first, k_t), count, k_t, TOKENS, K)
+    _ask(p_q + spread(first, q_t), count, q_t, TOKENS, K)
+    _ask(p_g + spread(first, g_t), count, g_t, TOKENS, K)
+    _ask(p_v + spread(first, v_t), count, v_t, TOKENS, V)
+    _ask(p_records + spread(slot, records_s), taken, records_j, FOLD, 2 * K + V)
+
+
+@gluon.jit
+def _to_store(p_u, records_j, taken, V: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr):
+    """Corrections [V, FOLD] of the records that count, at p_u, value rows in tiles."""
+    j = gl.arange(0, FOLD, gl.SliceLayout(0, LAYOUT))
+    row = tile_row(gl.arange(0, V, gl.SliceLayout(1, LAYOUT)))
+    return gl.load(p_u + (spread(j, records_j)[None, :] + row[:, None]), mask=(j < taken)[None, :], other=0.0)
+
+
+@gluon.jit
+def _both_halves(u, LEFT: gl.constexpr):
+    """Both parts of corrections [V, FOLD] as operands; eight fill one twice."""
+    high, low = high_low(u)
+    if u.shape[1] == 8:
+        high, low = twice(high), twice(low)
+    return gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
+
+
+@gluon.jit
+def _partly(x, LANES: gl.constexpr):
+    """Sums of the rows of x [T, K] over what a thread has: [T LANES]."""
+    T: gl.constexpr = x.shape[0]
+    x = gl.sum(gl.reshape(x, [T, x.shape[1] // (4 * LANES), LANES, 4]), 3)
+    return gl.reshape(gl.sum(x, 1), [T * LANES])
+
+
+@gluon.jit
+def _folded(
+    raw, u_high, u_low, old_s, late_s, piece: gl.constexpr, PIECE: gl.constexpr, FOLD: gl.constexpr,
+    DEPTH: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """A piece of the state after the records: its channels in order, its rows as they come."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, STORE, 2)
+    state = widened(gl.convert_layout(in_tiles(raw), STORE))
+    state *= late_s.slice(piece * PIECE, PIECE).load(gl.SliceLayout(0, STORE))[None, :]
+    keys = old_s.slice(0, DEPTH).slice(piece * PIECE, PIECE, 1).load(RIGHT)
+    state = mma_v2(u_high, keys, state)
+    state = mma_v2(u_low, keys, state)
+    if FOLD > 8:
+        state = mma_v2(u_high, old_s.slice(FOLD, FOLD).slice(piece * PIECE, PIECE, 1).load(RIGHT), state)
+    return out_of_tiles(state)
 
 
 @gluon.jit(
@@ -127,64 +151,94 @@ def replay_kernel(
     first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
     GATE: gl.constexpr, LOGITS: gl.constexpr, L2NORM: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, FOLD: gl.constexpr,
-    SPREAD: gl.constexpr,
+    AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """Fold the accepted records, store the state where the new ones do not fit, run the tokens, record them.
+    """Apply the records that count, store the state where the new ones do not fit, run the tokens, record them.
 
     Grid (N * HEADS), WARPS warps. TOKENS (2, 4, 8) bounds the tokens of a request, FOLD (8, 16, 32) the records of a
-    slot. SPREAD: the pieces of a state are asked for one after another instead of at once.
+    slot. AT_ONCE: how many programs the device runs at once.
     """
-    BLOCK: gl.constexpr = 16 * WARPS  # value rows at once
-    BLOCKS: gl.constexpr = V // BLOCK
+    LAZY: gl.constexpr = p_pool.dtype.element_ty == gl.bfloat16  # the state is read as it lies
+    GROUPS: gl.constexpr = 2 if LAZY else 1  # of four neighbours in memory that a thread has
     PIECE: gl.constexpr = K // PIECES
-    NARROW: gl.constexpr = p_pool.dtype.element_ty == gl.bfloat16
-    N: gl.constexpr = 16 if TOKENS == 8 else 8  # rows of X, twice the same where these are fewer
+    STACKED: gl.constexpr = TOKENS < 8  # both parts of X are rows of one operand
+    X_ROWS: gl.constexpr = 16 if STACKED else 32  # of both parts
+    QUERY: gl.constexpr = TOKENS if STACKED else 0  # the first row of outputs in eight
     DEPTH: gl.constexpr = 16 if FOLD == 8 else FOLD  # records in a product; of 8, it takes both parts
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    STATE: gl.constexpr = gl.SwizzledSharedLayout(16, 2 if NARROW else 1, 2, [1, 0])
+    READ: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])  # tokens x values
+    A: gl.constexpr = gl.DotOperandLayout(0, READ, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, READ, 2)
+    STORE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])  # values x channels
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, STORE, 2)
+    SEEN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [X_ROWS // 16, 16 * WARPS // X_ROWS], [16, 8])  # X x records
+    EIGHT: gl.constexpr = gl.DistributedLinearLayout(  # rows of READ
+        [[0, 1], [0, 32], [0, 64]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[0, 8], [0, 16]], [], [8, V]
+    )
+    # Eight records take half of an operand, which holds both of their parts
+    HALF_A: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [], [16, 8]
+    )
+    HALF_B: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [0, 32], [0, 64]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], [], [8, V]
+    )
+    HALF_LEFT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], [64, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [V, 8]
+    )
+    OLD_A: gl.constexpr = HALF_A if FOLD == 8 else A
+    OLD_B: gl.constexpr = HALF_B if FOLD == 8 else B
+    OLD_LEFT: gl.constexpr = HALF_LEFT if FOLD == 8 else LEFT
     COPY: gl.constexpr = (
         gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
-        if NARROW
+        if LAZY
         else gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     )
-    WARP_ROWS: gl.constexpr = [[16, 0], [32, 0]]
-    OWN: gl.constexpr = gl.DistributedLinearLayout(  # MMA, in memory order
-        [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], WARP_ROWS, [], [BLOCK, PIECE]
-    )
-    SOLVE: gl.constexpr = gl.DistributedLinearLayout(  # a value row a thread, of those that its warp has in MMA
-        [[0, 1], [0, 2], [0, 4], [0, 8]] if N == 16 else [[0, 1], [0, 2], [0, 4]],
-        [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0]],
-        WARP_ROWS,
+    OWN: gl.constexpr = gl.DistributedLinearLayout(  # B of a piece of the state, in memory's order
+        [[0, 1], [0, 2], [0, 4], [32, 0], [64, 0]] if LAZY else [[0, 1], [0, 2], [0, 16], [32, 0], [64, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]] if LAZY else [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
         [],
-        [V, N],
+        [V, PIECE],
     )
-    VALUE: gl.constexpr = gl.SliceLayout(1, SOLVE)
-    CHANNEL: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     SHARE: gl.constexpr = max(1, TOKENS // WARPS)  # tokens of a warp
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [SHARE, 32 // SHARE], [WARPS, 1], [1, 0])
-    OLD: gl.constexpr = gl.NVMMASharedLayout(2 * DEPTH, 16, 2)
-    NEW: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    LANES: gl.constexpr = 32 // SHARE  # of a token
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [SHARE, LANES], [WARPS, 1], [1, 0])
+    EACH: gl.constexpr = FOLD // WARPS  # records of a warp
+    WARP: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # a row a warp
+    PARTS: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16 // TOKENS, 2 * TOKENS], [WARPS, 1, 1], [2, 1, 0])
+    TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 16 // TOKENS, max(1, TOKENS // 2), [2, 1, 0])
+    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # rows of bfloat16 for operands
+    SMALL: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     pieces_s = ()
     for _ in gl.static_range(PIECES):
-        pieces_s += (gl.allocate_shared_memory(p_pool.dtype.element_ty, [V, PIECE], STATE),)
+        pieces_s += (
+            gl.allocate_shared_memory(
+                p_pool.dtype.element_ty, [V, PIECE], gl.SwizzledSharedLayout(16, 2 if LAZY else 1, 2, [1, 0])
+            ),
+        )
     copied = (
         gl.arange(0, V, gl.SliceLayout(1, COPY))[:, None] * K + gl.arange(0, PIECE, gl.SliceLayout(0, COPY))[None, :]
     )
-    own = (
-        gl.arange(0, BLOCK, gl.SliceLayout(1, OWN))[:, None] * K + gl.arange(0, PIECE, gl.SliceLayout(0, OWN))[None, :]
-    )
+    own = gl.arange(0, V, gl.SliceLayout(1, OWN))[:, None] * K + gl.arange(0, PIECE, gl.SliceLayout(0, OWN))[None, :]
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, ROWS))
     channel = gl.arange(0, K, gl.SliceLayout(0, ROWS))
-    value_row = gl.arange(0, V, VALUE)
-    flat = gl.arange(0, K, CHANNEL)
-    u_row = gl.arange(0, BLOCK, gl.SliceLayout(1, LEFT))
-    u_at = gl.arange(0, DEPTH, gl.SliceLayout(0, LEFT)) % FOLD
+    row = gl.arange(0, 8, gl.SliceLayout(1, EIGHT))
+    value = gl.arange(0, V, gl.SliceLayout(0, EIGHT))
+    upper = gl.arange(0, 16, gl.SliceLayout(1, READ)) < 8
 
-    take_turn()
     n = gl.program_id(0) // HEADS
     head = gl.program_id(0) % HEADS
+    p_k += spread(head // GROUP, k_h)
+    p_q += spread(head // GROUP, q_h)
+    p_v += spread(head, v_h)
+    p_g += spread(head, g_h)
+    if gl.program_id(0) < AT_ONCE:
+        _ask_ahead(
+            p_q, p_k, p_v, p_g, p_records + head * (2 * K + V), p_first, p_length, p_slot, p_accepted, p_held,
+            n, head, tokens, pool_rows, pad_slot, positions, q_t, k_t, v_t, g_t,
+            first_s, length_s, slots_s, accepted_s, records_s, records_j, K, V, HEADS, TOKENS, FOLD,
+        )  # fmt: skip
+    take_turn()
     slot = gl.load(p_slot + spread(n, slots_s))
     accepted = gl.load(p_accepted + spread(n, accepted_s))
     first, count = within(gl.load(p_first + spread(n, first_s)), gl.load(p_length + spread(n, length_s)), tokens)
@@ -199,9 +253,9 @@ def replay_kernel(
     if p_held is not None:
         held = gl.load(p_held + (spread(slot, HEADS) + head), mask=accepted > 0, other=0)
     live = token < count
-    k_at = p_k + (spread(first, k_t) + spread(head // GROUP, k_h)) + spread(token, k_t)[:, None] + channel[None, :]
-    g_at = p_g + (spread(first, g_t) + spread(head, g_h)) + spread(token, g_t)[:, None] + channel[None, :]
-    q_at = p_q + (spread(first, q_t) + spread(head // GROUP, q_h)) + spread(token, q_t)[:, None] + channel[None, :]
+    k_at = p_k + spread(first, k_t) + spread(token, k_t)[:, None] + channel[None, :]
+    g_at = p_g + spread(first, g_t) + spread(token, g_t)[:, None] + channel[None, :]
+    q_at = p_q + spread(first, q_t) + spread(token, q_t)[:, None] + channel[None, :]
     k = gl.load(k_at, mask=live[:, None], other=0.0)
     g = gl.load(g_at, mask=live[:, None], other=0.0)
     q = gl.load(q_at, mask=live[:, None], other=0.0)
@@ -213,34 +267,39 @@ def replay_kernel(
     a_log = 0.0
     if p_a_log is not None:
         a_log = gl.load(p_a_log + head)
-    v_at = p_v + (spread(first, v_t) + spread(head, v_h)) + value_row
-    values = ()
-    for i in gl.static_range(TOKENS):
-        values += (gl.load(v_at + spread(head * 0 + i, v_t), mask=i < count, other=0.0),)
+    v_at = p_v + spread(first, v_t) + (spread(row, v_t)[:, None] + value[None, :])
+    v = gl.load(v_at, mask=(row < count)[:, None], other=0.0)
     # How many records count, whether the state is stored, and where the new ones go
     taken = gl.where(accepted > 0, gl.minimum(accepted + gl.minimum(gl.maximum(held, 0), positions), positions), 0)
     if p_held is None:
         full = taken > 0
         base = 0 * taken
     else:
-        full = taken + count > positions
+        full = real & (taken + count > positions)
         base = gl.where(full, 0, taken)
     p_record = p_records + (spread(slot, records_s) + head * (2 * K + V))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, WARP))
+    old_at = p_record + gl.arange(0, K, gl.SliceLayout(0, WARP))[None, :]
     old_keys = ()
     old_decays = ()
-    for j in gl.static_range(FOLD):
-        old_at = p_record + spread(head * 0 + j, records_j) + flat
-        old_keys += (gl.load(old_at, mask=j < taken, other=0.0),)
-        old_decays += (gl.load(old_at + K, mask=j < taken, other=0.0),)
-    old_at = p_record + 2 * K + (spread(u_at, records_j)[None, :] + u_row[:, None])
-    old_u = ()
-    for block in gl.static_range(BLOCKS):
-        old_u += (gl.load(old_at + block * BLOCK, mask=(u_at < taken)[None, :], other=0.0),)
+    for i in gl.static_range(EACH):
+        own_j = warp * EACH + i
+        j_at = old_at + spread(own_j, records_j)[:, None]
+        old_keys += (gl.load(j_at, mask=(own_j < taken)[:, None], other=0.0),)
+        old_decays += (gl.load(j_at + K, mask=(own_j < taken)[:, None], other=0.0),)
+    # Their corrections, as the operand that is needed in any case
+    if LAZY:
+        j = gl.arange(0, FOLD, gl.SliceLayout(1, OLD_B))
+        u_at = p_record + 2 * K + spread(j, records_j)[:, None] + gl.arange(0, V, gl.SliceLayout(0, OLD_B))[None, :]
+        old_u = gl.load(u_at, mask=(j < taken)[:, None], other=0.0)
+    else:
+        old_u = _to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT)
     # The compiler would move copies before loads, which would wait for them in line, and what uses the loads before the
     # copies. The barrier stops the one, the branch the other.
     gl.thread_barrier()
-    for piece in gl.static_range(1 if SPREAD else PIECES):
-        _copy(pieces_s[piece], p_state + piece * PIECE + copied, real)
+    _copy(pieces_s[0], p_state + copied, real)
+    if LAZY:
+        _copy(pieces_s[1], p_state + PIECE + copied, real)
     if not some:
         return
 
@@ -257,110 +316,195 @@ def replay_kernel(
     decays_s = gl.allocate_shared_memory(gl.float32, [TOKENS, K], PLAIN)
     keys_s.store(k)
     decays_s.store(exp(g))
-    late = gl.full([K], 1.0, gl.float32, CHANNEL)
-    late_keys = ()
-    for j in gl.static_range(FOLD - 1, -1, -1):
-        late_keys = (old_keys[j] * late,) + late_keys
-        late *= exp(old_decays[j])
-    late_high, late_low = high_low(_stack(late_keys))
+    if LAZY:  # not needed before the end, and registers are short
+        v_s = gl.allocate_shared_memory(p_v.dtype.element_ty, [8, V], PLAIN)
+        v_s.store(v)
+    # Keys of the records, decayed to the last one of their warp
+    total = exp(old_decays[EACH - 1])
+    late_keys = (old_keys[EACH - 1],)
+    for i in gl.static_range(EACH - 2, -1, -1):
+        late_keys = (old_keys[i] * total,) + late_keys
+        total *= exp(old_decays[i])
+    totals_s = gl.allocate_shared_memory(gl.float32, [WARPS, K], PLAIN)
+    totals_s.store(total)
     gl.thread_barrier()  # every warp has read the old records and `held` before any of them is overwritten
     new_at = p_record + spread(base + token, records_j)[:, None] + channel[None, :]
     gl.store(new_at, k, mask=(live & real)[:, None])
     gl.store(new_at + K, g, mask=(live & real)[:, None])
     if p_held is not None:
         gl.store(p_held + (spread(slot, HEADS) + head), base, mask=real)
-
-    if SPREAD:  # further pieces, between barriers for the compiler's sake, as above
+    if LAZY:  # further pieces, between barriers for the compiler's sake, as above
+        _copy(pieces_s[2], p_state + 2 * PIECE + copied, real)
+        _copy(pieces_s[3], p_state + 3 * PIECE + copied, real)
+    else:
         _copy(pieces_s[1], p_state + PIECE + copied, real)
-        gl.thread_barrier()
+    gl.thread_barrier()
 
     # What tokens see of those before them; their keys and queries, decayed from the state to each
     key_sees = ()
     query_sees = ()
     for i in gl.static_range(TOKENS - 1, -1, -1):
         seen = keys_s.slice(i, 1).load(ROWS)
-        key_sees = (gl.sum(k * seen, 1),) + key_sees
-        query_sees = (gl.sum(q * seen, 1),) + query_sees
+        key_sees = (_partly(k * seen, LANES),) + key_sees
+        query_sees = (_partly(q * seen, LANES),) + query_sees
         factor = gl.where((token >= i)[:, None], decays_s.slice(i, 1).load(ROWS), 1.0)
         k *= factor
         q *= factor
-        if SPREAD and i == TOKENS // 2:
+        if not LAZY and i == TOKENS // 2:
             gl.thread_barrier()
             _copy(pieces_s[2], p_state + 2 * PIECE + copied, real)
             gl.thread_barrier()
-    if SPREAD:
+    parts_s = gl.allocate_shared_memory(gl.float32, [TOKENS, LANES, 2 * TOKENS], TURNED)
+    parts_s.store(gl.reshape(stack(key_sees + query_sees), [TOKENS, LANES, 2 * TOKENS]))
+    sees_s = gl.allocate_shared_memory(gl.float32, [TOKENS, 2 * TOKENS], PLAIN)
+    sees_s.store(gl.sum(parts_s.load(PARTS), 1))
+
+    # K as an operand, both parts of it, and how much of the state is left
+    to_end = gl.full([WARPS, K], 1.0, gl.float32, WARP)
+    late = totals_s.slice(0, 1).load(WARP)
+    for i in gl.static_range(1, WARPS):
+        warp_total = totals_s.slice(i, 1).load(WARP)
+        late *= warp_total
+        to_end *= gl.where((warp < i)[:, None], warp_total, 1.0)
+    last_keys = ()
+    for i in gl.static_range(EACH):
+        last_keys += (gl.reshape(late_keys[i] * to_end, [WARPS * K]),)
+    last = gl.reshape(gl.permute(gl.reshape(stack(last_keys), [WARPS, K, EACH]), (0, 2, 1)), [FOLD, K])
+    high, low = high_low(in_order(last, GROUPS))
+    old_s = gl.allocate_shared_memory(gl.bfloat16, [2 * FOLD, K], WIDE)
+    old_s.slice(0, FOLD).store(high)
+    old_s.slice(FOLD, FOLD).store(low)
+    late_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    late_s.store(gl.reshape(in_order(late, GROUPS), [K]))
+    # X as an operand, both parts of it
+    x = above(k, q)
+    if TOKENS == 2:
+        x = above(x, x)
+    high, low = high_low(in_order(x, GROUPS))
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [X_ROWS, K], WIDE)
+    x_s.store(above(high, low))
+    if not LAZY:
         gl.thread_barrier()
         _copy(pieces_s[3], p_state + 3 * PIECE + copied, real)
-    key_sees_s = gl.allocate_shared_memory(gl.float32, [TOKENS * TOKENS], FLAT)
-    query_sees_s = gl.allocate_shared_memory(gl.float32, [TOKENS * TOKENS], FLAT)
-    key_sees_s.store(gl.reshape(gl.permute(_stack(key_sees), (1, 0)), [TOKENS * TOKENS]))
-    query_sees_s.store(gl.reshape(gl.permute(_stack(query_sees), (1, 0)), [TOKENS * TOKENS]))
-    late_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
-    late_s.store(late)
-    late_high_s = gl.allocate_shared_memory(gl.bfloat16, [K, DEPTH], OLD)
-    late_low_s = late_high_s
-    if FOLD == 8:
-        late_high_s.store(_rows_in_order(gl.reshape(gl.permute(gl.join(late_high, late_low), (0, 2, 1)), [K, 16])))
-    else:
-        late_low_s = gl.allocate_shared_memory(gl.bfloat16, [K, DEPTH], OLD)
-        late_high_s.store(_rows_in_order(late_high))
-        late_low_s.store(_rows_in_order(late_low))
 
-    x = _in_order(_above(k, q))
-    if TOKENS == 2:
-        x = _above(x, x)
-    x_high, x_low = high_low(x)
-    x_high_s = gl.allocate_shared_memory(gl.bfloat16, [N, K], NEW)
-    x_low_s = gl.allocate_shared_memory(gl.bfloat16, [N, K], NEW)
-    x_high_s.store(x_high)
-    x_low_s.store(x_low)
+    if LAZY:  # X K', then X is decayed from before the records
+        seen = mma_v2(
+            x_s.load(gl.DotOperandLayout(0, SEEN, 2)),
+            old_s.permute((1, 0)).load(gl.DotOperandLayout(1, SEEN, 2)),
+            gl.zeros([X_ROWS, 2 * FOLD], gl.float32, SEEN),
+        )
+        seen_s = gl.allocate_shared_memory(
+            gl.float32,
+            [X_ROWS, 2 * FOLD],
+            gl.SwizzledSharedLayout(8, 2 if FOLD == 8 else 1, 2 if FOLD == 8 else 4, [1, 0]),
+        )
+        if STACKED:
+            top, bottom = halves(seen)
+            seen = above(top + bottom, top + bottom)
+        seen_s.store(seen)
+        before_s = gl.allocate_shared_memory(gl.float32, [1, K], PLAIN)
+        before_s.store(late)
+        late_rows = before_s.load(ROWS)
+        x = above(k * late_rows, q * late_rows)
+        if TOKENS == 2:
+            x = above(x, x)
+        high, low = high_low(in_order(x, GROUPS))
+        x_s.store(above(high, low))
 
-    u_high = ()
-    u_low = ()
-    sums = ()
-    rest = ()  # of them, products of lower parts: neither waits for the other
-    for block in gl.static_range(BLOCKS):
-        high, low = high_low(old_u[block])
-        u_high += (high,)
-        u_low += (low,)
-        sums += (gl.zeros([BLOCK, N], gl.float32, MMA),)
-        rest += (gl.zeros([BLOCK, N], gl.float32, MMA),)
+    # M over C M, transposed, twice beside itself: for both parts of what they are applied to
+    unit = gl.arange(0, 16, UNIT)
+    strengths = scalars(strength_s, TOKENS)
+    inverse = ()
+    outer = ()
+    for t in gl.static_range(TOKENS):
+        sees = scalars(sees_s.slice(t, 1), 2 * TOKENS)
+        solved = gl.where(unit % 8 == t, 1.0, 0.0)
+        for i in gl.static_range(t):
+            solved -= inverse[i] * sees[i]
+        inverse += (solved * strengths[t],)
+        seen_of = inverse[0] * sees[TOKENS]
+        for i in gl.static_range(1, t + 1):
+            seen_of += inverse[i] * sees[TOKENS + i]
+        outer += (seen_of,)
+    mix = inverse + outer
+    for _ in gl.static_range(16 - 2 * TOKENS):
+        mix += (gl.zeros([16], gl.float32, UNIT),)
+    high, low = high_low(stack(mix))
+    mix_high_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
+    mix_low_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
+    mix_high_s.store(high)
+    mix_low_s.store(gl.where((gl.arange(0, 16, gl.SliceLayout(1, low.type.layout)) < 8)[:, None], low, 0.0))
+
+    sums = gl.zeros([16, V], gl.float32, READ)
+    rest = sums  # of them, products of lower parts: neither waits for the other
+    if LAZY:  # what tokens read of the records
+        seen = seen_s.slice(0, 16).slice(0, FOLD, 1).load(OLD_A) + seen_s.slice(0, 16).slice(FOLD, FOLD, 1).load(OLD_A)
+        if not STACKED:
+            seen += seen_s.slice(16, 16).slice(0, FOLD, 1).load(OLD_A)
+        high, low = high_low(seen)
+        old_high, old_low = high_low(old_u)
+        if STACKED:
+            high = gl.where((gl.arange(0, 16, gl.SliceLayout(1, OLD_A)) < 8)[:, None], high, low)
+        if FOLD == 8:
+            both = gl.convert_layout(above(old_high, old_low), B)
+            sums = mma_v2(gl.convert_layout(twice(high), A), both, sums)
+            if not STACKED:
+                rest = mma_v2(gl.convert_layout(twice(low), A), both, rest)
+        else:
+            sums = mma_v2(high, old_high, sums)
+            rest = mma_v2(high, old_low, rest)
+            if not STACKED:
+                rest = mma_v2(low, old_high, rest)
+    u_high = gl.zeros([V, DEPTH], gl.bfloat16, LEFT)  # the other operand that the corrections are, where it is needed
+    u_low = u_high
+    if not LAZY:
+        u_high, u_low = _both_halves(old_u, LEFT)
+    elif full:
+        u_high, u_low = _both_halves(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT), LEFT)
     for piece in gl.static_range(PIECES):
         async_copy.wait_group(PIECES - 1 - piece)
-        late = late_s.slice(piece * PIECE, PIECE).load(gl.SliceLayout(0, OWN))
-        keys_high = late_high_s.slice(piece * PIECE, PIECE).permute((1, 0)).load(RIGHT)
-        keys_low = late_low_s.slice(piece * PIECE, PIECE).permute((1, 0)).load(RIGHT)
-        x_high = x_high_s.slice(piece * PIECE, PIECE, 1).permute((1, 0)).load(RIGHT)
-        x_low = x_low_s.slice(piece * PIECE, PIECE, 1).permute((1, 0)).load(RIGHT)
-        for block in gl.static_range(BLOCKS):
-            state = widened(pieces_s[piece].slice(block * BLOCK, BLOCK).load(OWN)) * late[None, :]
-            state = gl.convert_layout(_in_order(state), MMA)
-            state = mma_v2(u_high[block], keys_high, state)
-            state = mma_v2(u_low[block], keys_high, state)
-            if FOLD > 8:
-                state = mma_v2(u_high[block], keys_low, state)
-            stored = gl.convert_layout(_in_memory(narrow(state, p_pool.dtype.element_ty)), OWN)
-            gl.store(p_state + (block * BLOCK * K + piece * PIECE) + own, stored, mask=full)
-            high, low = high_low(state)
-            high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
-            sums = put(sums, block, mma_v2(high, x_high, sums[block]))
-            rest = put(rest, block, mma_v2(low, x_high, rest[block]))
-            rest = put(rest, block, mma_v2(high, x_low, rest[block]))
-    columns = _columns(gl.convert_layout(_above(sums[0] + rest[0], sums[1] + rest[1]), SOLVE))
+        raw = in_order(pieces_s[piece].load(OWN), GROUPS)
+        x_high = x_s.slice(0, 16).slice(piece * PIECE, PIECE, 1).load(A)
+        if LAZY:
+            if full:
+                folded = _folded(raw, u_high, u_low, old_s, late_s, piece, PIECE, FOLD, DEPTH, STORE)
+                folded = in_memory(narrow(folded, p_pool.dtype.element_ty), GROUPS)
+                gl.store(p_state + piece * PIECE + own, gl.convert_layout(folded, OWN))
+            state_high = gl.convert_layout(gl.permute(raw, (1, 0)), B)
+        else:
+            state = _folded(raw, u_high, u_low, old_s, late_s, piece, PIECE, FOLD, DEPTH, STORE)
+            gl.store(p_state + piece * PIECE + own, gl.convert_layout(in_memory(state, GROUPS), OWN), mask=full)
+            state_high, state_low = high_low(gl.permute(state, (1, 0)))
+            state_high, state_low = gl.convert_layout(state_high, B), gl.convert_layout(state_low, B)
+            rest = mma_v2(x_high, state_low, rest)
+        sums = mma_v2(x_high, state_high, sums)
+        if not STACKED:
+            x_low = x_s.slice(16, 16).slice(piece * PIECE, PIECE, 1).load(A)
+            rest = mma_v2(x_low, state_high, rest)
 
-    left = ()
-    outs = ()
-    for i in gl.static_range(TOKENS):
-        left += (values[i].to(gl.float32) - gl.convert_layout(columns[i], VALUE),)
-        outs += (gl.convert_layout(columns[TOKENS + i], VALUE),)
-    out_at = p_out + (spread(first, o_t) + spread(head, o_h)) + value_row
-    for i in gl.static_range(TOKENS):
-        u = left[i] * _scalar(strength_s, i)
-        new_u_at = p_record + 2 * K + spread(base + i, records_j) + value_row
-        gl.store(new_u_at, u, mask=real & (i < count))
-        for j in gl.static_range(i, TOKENS):
-            outs = put(outs, j, outs[j] + u * _scalar(query_sees_s, i * TOKENS + j))
-            if j > i:
-                left = put(left, j, left[j] - u * _scalar(key_sees_s, i * TOKENS + j))
-        out = narrow(gl.where(real, outs[i], 0.0), p_out.dtype.element_ty)
-        gl.store(out_at + spread(head * 0 + i, o_t), out, mask=i < count)
+    read = sums + rest
+    top, bottom = halves(read)
+    if LAZY:
+        v = v_s.load(EIGHT)
+    if STACKED:
+        top = gl.convert_layout(top + bottom, EIGHT)
+        left = gl.where((row < TOKENS)[:, None], v.to(gl.float32) - top, 0.0)
+        start = gl.convert_layout(above(gl.where((row < TOKENS)[:, None], 0.0, top), 0.0 * top), READ)
+    else:
+        left = v.to(gl.float32) - gl.convert_layout(top, EIGHT)
+        start = gl.where(upper[:, None], 0.0, read)
+    high, low = high_low(left)
+    left_s = gl.allocate_shared_memory(gl.bfloat16, [16, V], WIDE)
+    left_s.store(above(high, low))
+    both = left_s.load(B)
+    mixed = mma_v2(mix_high_s.permute((1, 0)).load(A), both, start)
+    mixed = mma_v2(mix_low_s.permute((1, 0)).load(A), both, mixed)
+    top, bottom = halves(mixed)
+    u = gl.convert_layout(top, EIGHT)
+    o = u if STACKED else gl.convert_layout(bottom, EIGHT)
+    new_u_at = p_record + 2 * K + (spread(base + row, records_j)[:, None] + value[None, :])
+    gl.store(new_u_at, u, mask=(real & (row < count))[:, None])
+    out_at = p_out + (spread(first, o_t) + spread(head, o_h))
+    out_at += spread(gl.maximum(row - QUERY, 0), o_t)[:, None] + value[None, :]
+    out = narrow(gl.where(real, o, 0.0), p_out.dtype.element_ty)
+    gl.store(out_at, out, mask=((row >= QUERY) & (row < QUERY + count))[:, None])
