@@ -204,7 +204,9 @@ def replay_kernel(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [SHARE, LANES], [WARPS, 1], [1, 0])
     EACH: gl.constexpr = FOLD // WARPS  # records of a warp
     WARP: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # a row a warp
-    PARTS: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16 // TOKENS, 2 * TOKENS], [WARPS, 1, 1], [2, 1, 0])
+    PARTS: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1], [2 if TOKENS == 2 else 1, 2 if TOKENS == 8 else 4, 2 * TOKENS], [WARPS, 1, 1], [2, 1, 0]
+    )
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 16 // TOKENS, max(1, TOKENS // 2), [2, 1, 0])
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # rows of bfloat16 for operands
@@ -316,9 +318,6 @@ def replay_kernel(
     decays_s = gl.allocate_shared_memory(gl.float32, [TOKENS, K], PLAIN)
     keys_s.store(k)
     decays_s.store(exp(g))
-    if LAZY:  # not needed before the end, and registers are short
-        v_s = gl.allocate_shared_memory(p_v.dtype.element_ty, [8, V], PLAIN)
-        v_s.store(v)
     # Keys of the records, decayed to the last one of their warp
     total = exp(old_decays[EACH - 1])
     late_keys = (old_keys[EACH - 1],)
@@ -366,6 +365,9 @@ def replay_kernel(
         warp_total = totals_s.slice(i, 1).load(WARP)
         late *= warp_total
         to_end *= gl.where((warp < i)[:, None], warp_total, 1.0)
+    if LAZY:
+        before_s = gl.allocate_shared_memory(gl.float32, [1, K], PLAIN)
+        before_s.store(late)
     last_keys = ()
     for i in gl.static_range(EACH):
         last_keys += (gl.reshape(late_keys[i] * to_end, [WARPS * K]),)
@@ -402,14 +404,19 @@ def replay_kernel(
             top, bottom = halves(seen)
             seen = above(top + bottom, top + bottom)
         seen_s.store(seen)
-        before_s = gl.allocate_shared_memory(gl.float32, [1, K], PLAIN)
-        before_s.store(late)
         late_rows = before_s.load(ROWS)
         x = above(k * late_rows, q * late_rows)
         if TOKENS == 2:
             x = above(x, x)
         high, low = high_low(in_order(x, GROUPS))
         x_s.store(above(high, low))
+
+    u_high = gl.zeros([V, DEPTH], gl.bfloat16, LEFT)  # the other operand that the corrections are, where it is needed
+    u_low = u_high
+    if not LAZY:
+        u_high, u_low = _both_halves(old_u, LEFT)
+    elif full:
+        u_high, u_low = _both_halves(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT), LEFT)
 
     # M over C M, transposed, twice beside itself: for both parts of what they are applied to
     unit = gl.arange(0, 16, UNIT)
@@ -455,12 +462,6 @@ def replay_kernel(
             rest = mma_v2(high, old_low, rest)
             if not STACKED:
                 rest = mma_v2(low, old_high, rest)
-    u_high = gl.zeros([V, DEPTH], gl.bfloat16, LEFT)  # the other operand that the corrections are, where it is needed
-    u_low = u_high
-    if not LAZY:
-        u_high, u_low = _both_halves(old_u, LEFT)
-    elif full:
-        u_high, u_low = _both_halves(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT), LEFT)
     for piece in gl.static_range(PIECES):
         async_copy.wait_group(PIECES - 1 - piece)
         raw = in_order(pieces_s[piece].load(OWN), GROUPS)
@@ -484,8 +485,6 @@ def replay_kernel(
 
     read = sums + rest
     top, bottom = halves(read)
-    if LAZY:
-        v = v_s.load(EIGHT)
     if STACKED:
         top = gl.convert_layout(top + bottom, EIGHT)
         left = gl.where((row < TOKENS)[:, None], v.to(gl.float32) - top, 0.0)
