@@ -269,7 +269,8 @@ def test_a_state_goes_only_where_it_fits() -> None:
     for shape in (replace(driver.pool.shape, rollback="slots"), replace(driver.pool.shape, max_drafts=0)):
         pool = StatePool(shape, 4)
         import_state(pool, (2,), blob)
-        assert torch.equal(pool.layers[0].recurrent[2], driver.pool.layers[0].recurrent[driver.slots("a")[0]])
+        states = driver.pool.layers[0].recurrent
+        assert torch.equal(pool.layers[0].recurrent[2], states[driver.slots("a")[0]].to(pool.layers[0].recurrent.device))
 
 
 def labelled_pools(parts: int, heads: int = 8, dim: int = 4) -> list[StatePool]:
