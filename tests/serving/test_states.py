@@ -270,7 +270,9 @@ def test_a_state_goes_only_where_it_fits() -> None:
         pool = StatePool(shape, 4)
         import_state(pool, (2,), blob)
         states = driver.pool.layers[0].recurrent
-        assert torch.equal(pool.layers[0].recurrent[2], states[driver.slots("a")[0]].to(pool.layers[0].recurrent.device))
+        assert torch.equal(
+            pool.layers[0].recurrent[2], states[driver.slots("a")[0]].to(pool.layers[0].recurrent.device)
+        )
 
 
 def labelled_pools(parts: int, heads: int = 8, dim: int = 4) -> list[StatePool]:
