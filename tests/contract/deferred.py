@@ -44,11 +44,11 @@ class Story:
         return [self.begin + self.used - count + n for n in range(count)]
 
 
-@case("deferred", slow_when_interpreted=True, most=(2, 4, 9), times=(1, 1.5, 2, 4))
-def every_step_of_a_schedule(target: Target, most: int, times: float) -> None:
+@case("deferred", slow_when_interpreted=True, most=(2, 4, 8, 9), times=(1, 1.5, 2, 4), state_dtype=STATE_DTYPES)
+def every_step_of_a_schedule(target: Target, most: int, times: float, state_dtype: torch.dtype) -> None:
     """Random steps of up to `most` tokens with `times` as many records: any number accepted, rows without tokens,
     padding, requests that leave and come back."""
-    _Schedule(target, most, int(most * times)).run(16)
+    _Schedule(target, most, int(most * times), state_dtype).run(16)
 
 
 @case("deferred", state_dtype=STATE_DTYPES)

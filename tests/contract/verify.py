@@ -34,21 +34,22 @@ class Speculation:
         v_first: bool = True,
         state_dtype: torch.dtype = torch.float32,
         rows: int = 0,
+        index_dtype: torch.dtype = torch.int32,
     ):
-        self.target, self.form, self.v_first = target, form, v_first
+        self.target, self.form, self.v_first, self.index_dtype = target, form, v_first, index_dtype
         self.held: torch.Tensor | None = None
         count = inputs.states.shape[0]
         self.pool = StatePool(target, max(40, count * most + 3), inputs, state_dtype, v_first)
         if form == "slots":
             order = torch.arange(count * most).flip(0).reshape(count, most) + 1
             self.table = order.tolist()
-            guarded = torch.full((count + 2, most + 2), 39, dtype=torch.int32)
+            guarded = torch.full((count + 2, most + 2), 39, dtype=index_dtype)
             guarded[1:-1, 1:-1] = order
             self.slots = guarded.to(target.device)[1:-1, 1:-1]
             self.records = None
         else:
             self.table = [[3 + 2 * n] for n in range(count)]
-            self.slots = target.index([row[0] for row in self.table])
+            self.slots = target.index([row[0] for row in self.table], index_dtype)
             width = 2 * inputs.q.shape[2] + inputs.v.shape[2]
             count, heads = self.pool.storage.shape[0], inputs.v.shape[1]
             self.rows = (rows or most + 1) if form == "deferred" else most
@@ -65,7 +66,7 @@ class Speculation:
             segments=segments,
             state=self.pool.view,
             slots=self.slots,
-            accepted=self.target.index(list(accepted)),
+            accepted=self.target.index(list(accepted), self.index_dtype),
             records=None if self.records is None else self.records.view,
             held=self.held,
             state_v_first=self.v_first,
@@ -79,7 +80,7 @@ class Speculation:
             state=self.pool.view,
             records=self.records.view,
             slots=self.slots,
-            accepted=self.target.index(list(accepted)),
+            accepted=self.target.index(list(accepted), self.index_dtype),
             held=self.held,
             state_v_first=self.v_first,
         )
@@ -156,14 +157,17 @@ def drafts_then_plain_steps(target: Target, form: str, v_first: bool) -> None:
     run.unchanged()
 
 
-@case("verify", form=FORMS, regime=("slow", "unbounded", "staggered"))
-def verify_after_verify(target: Target, form: str, regime: str) -> None:
-    """Two verifications in a row with different draft counts and accepted counts; only accepted tokens remain."""
+@case("verify", form=FORMS, regime=("slow", "unbounded", "staggered"), dtype=(None, torch.float16))
+def verify_after_verify(target: Target, form: str, regime: str, dtype: torch.dtype | None) -> None:
+    """Two verifications in a row with different draft counts and accepted counts; only accepted tokens remain. With
+    float16 tokens, slots and counts are int64."""
+    index_dtype = torch.int32 if dtype is None else torch.int64
+    dtype = dtype or target.dtype
     lens, accepted, then = [4, 2, 3, 1], [3, 1, 3, 1], [2, 4, 3, 1]
     shape = Shape("verify", tuple(a + b for a, b in zip(lens, then)), 2)
-    inputs = make_inputs(shape, regime, dtype=target.dtype, device=target.device, seed=21, gaps=True)
+    inputs = make_inputs(shape, regime, dtype=dtype, device=target.device, seed=21, gaps=True)
     first = [f for f, _ in inputs.spans]
-    run = Speculation(target, inputs, form)
+    run = Speculation(target, inputs, form, index_dtype=index_dtype)
     run.step(inputs, Segments.from_lengths(lens, target.device, first), [0] * 4)
     again = [f + n for f, n in zip(first, lens)]
     out = run.step(inputs, Segments.from_lengths(then, target.device, again), accepted)
@@ -174,10 +178,27 @@ def verify_after_verify(target: Target, form: str, regime: str) -> None:
     for (start, _), a, f, n in zip(kept.spans, accepted, again, then, strict=True):
         got[start + a : start + a + n] = out[f : f + n]
         spans.append((start + a, n))
-    limit = target.case_bar()
+    limit = carried_bar(dtype, torch.float32)
     within("outputs of the second step", worst_output_error(got, want_out, spans), limit.out)
     within("states after it", worst_state_error(run.pool.states(run.leave(then)), want), limit.state)
     run.unchanged()
+
+
+@case("verify", form=("replay", "deferred"))
+def a_pool_of_no_slots(target: Target, form: str) -> None:
+    """Rows of padding alone: there is nothing to read, and their outputs are zero."""
+    inputs = make_inputs(Shape("padding", (3, 2), 2), "slow", dtype=target.dtype, device=target.device, seed=24)
+    heads, value_dim, key_dim = inputs.states.shape[1:]
+    out = target.verify(
+        inputs,
+        state=inputs.states[:0].to(torch.float32),
+        slots=target.index([-1, -1]),
+        accepted=target.index([2, 0]),
+        records=torch.zeros(0, 4, heads, 2 * key_dim + value_dim, device=target.device),
+        held=torch.zeros(0, heads, dtype=torch.int32, device=target.device) if form == "deferred" else None,
+        state_v_first=True,
+    )
+    all_zero("outputs of padding", out)
 
 
 @case("verify", form=FORMS, dims=((128, 128), (64, 128), (128, 64)), v_first=(True, False), state_dtype=STATE_DTYPES)

@@ -153,7 +153,10 @@ def test_replay_in_gluon(most: int, programs: int, state_dtype: torch.dtype) -> 
         BACKEND.verify(replace(wide, state_v_first=False))
         BACKEND.verify(replace(wide, pool=apart.unflatten(1, wide.pool.shape[1:])))
         BACKEND.verify(calls.verify(2, True, most, 40, state_dtype))
-    kernel, *others = kernels
+        BACKEND.verify(calls.verify(2, True, most, 24, state_dtype))
+    kernel, *others, largest = kernels
+    assert largest.metadata.name == "replay_kernel"
+    assert 2 * (largest.metadata.shared + 1024) <= 228 << 10
     assert kernel.metadata.name == "replay_kernel"
     assert "replay_kernel" not in [other.metadata.name for other in others]
     assert "cp.async" in kernel.asm["ptx"]

@@ -1,4 +1,4 @@
-"""A step starts while the kernel before it runs, and reads nothing until that has ended."""
+"""A step starts while the kernel before it runs, and uses nothing that it reads before that has ended."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def other_tables(memory: dict[str, Tensor]) -> dict[str, Tensor]:
     before = {
         name: x.flip(0).contiguous() if x.dtype == torch.int32 else x * float("nan") for name, x in memory.items()
     }
-    before["slots"][1], before["first"][2] = 1 << 29, -7
+    before["slots"][1], before["first"][2], before["length"][3] = 1 << 29, -7, 1 << 30
     return before
 
 
@@ -78,7 +78,7 @@ def test_decode(state_dtype: torch.dtype) -> None:
     pool = 0.1 * torch.randn(BATCH + 1, 2, 128, 128, device="cuda").to(state_dtype)
     slots = torch.randperm(BATCH, device="cuda").to(torch.int32)
     out = torch.empty_like(inputs.v)
-    memory = {"slots": slots, "first": segments.first_token, "pool": pool}
+    memory = {"slots": slots, "first": segments.first_token, "length": segments.length, "pool": pool}
 
     def step() -> None:
         options = inputs.options()
@@ -103,6 +103,7 @@ def test_verification_by_replay(state_dtype: torch.dtype) -> None:
     memory = {
         "slots": slots,
         "first": segments.first_token,
+        "length": segments.length,
         "accepted": accepted,
         "held": held,
         "pool": pool,

@@ -1,7 +1,7 @@
 """Tensors joined, split and reordered for the kernels in Gluon. Where layouts fit, all of it is a choice of registers.
 
-`in_order` and `in_tiles` say how the operands of the matrix units lie to what lies in memory: a thread of a warp has
-two and two of 16 columns, 8 apart, and rows 8 apart; the same data are four or eight neighbours of two rows in memory.
+`in_order` and `in_tiles` map memory's order to that of operands of the matrix units, in which a thread of a warp has
+two and two of 16 columns, 8 apart, of rows 8 apart: what it has are then four or eight neighbours in memory.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

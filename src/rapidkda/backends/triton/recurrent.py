@@ -1,6 +1,6 @@
 """The token recurrence on pools: decode, speculative verification with a slot a position, and commit. One launch each.
-Verification by replay is in pair.py and chunk.py, where all value rows of a head belong to one program, since all of
-them read the same records.
+Verification by replay is in pair.py, chunk.py and replay_sm90.py, where all value rows of a head belong to one program,
+since all of them read the same records.
 
 A program owns VB value rows of one head of one request and keeps them in registers; the value rows of a state are
 independent.
@@ -381,8 +381,10 @@ def _replays_wide(call: VerifyCall, records: Tensor) -> bool:
 
 
 def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch]:
-    """Chunks of `size` tokens, in Gluon. Two programs share a multiprocessor with chunks of 8, three else, four with
-    states in bfloat16: as many as shared memory holds, with as many registers as that leaves each."""
+    """Chunks of `size` tokens, in Gluon. Programs that share a multiprocessor: with float32 states two of chunks of 8,
+    which shared memory allows, three of smaller ones; four with bfloat16 states, which registers allow too at 128 each;
+    two with more than 16 records, whatever the states. 168 registers, what three programs have, were best for two as
+    well."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
     heads, positions = tokens.value_heads, records.shape[1]
     narrow = pool.dtype == torch.bfloat16

@@ -1,19 +1,26 @@
 """Verification by replay on compute capability 9.0, in Gluon: a request's tokens as one small chunk (see chunk.py).
 
-A program owns one head of one request. X are the keys and queries of the tokens, each decayed from the state to its
-token; K are the keys of the records, decayed to the last of them, and U their corrections. What the tokens read is
+A program owns one head of one request. S [V, K] is the state in memory and G [K] what its decays leave of it over all
+records that count. K [R, K] are the keys of these, decayed to the last of them, and U [R, V] their corrections.
+X [2 T, K] are the keys and queries of the tokens, each decayed from the last record to its token. The state after the
+records and what the tokens read of it are
 
-    W = X S' = X (S G)' + (X K') U        by the second form with states in bfloat16, the exact operands of a product;
-                                          by the first one in float32, once S is
-    S <- S G + U' K                       stored where the records are full, and computed there only in the second form
+    S1 = S G + U' K                       stored where the records are full
+    W = X S1' = (X G) S' + (X K') U
 
-and corrections and outputs are  u = M (v - W),  o = W + C u,  with M the inverse of the triangular system of the
-tokens and C what queries see of them. All are products of the matrix units, of operands in two bfloat16 parts each, 16
-bits of mantissa. The state comes to shared memory in pieces of some channels while everything that needs no state is
-computed: all at once, its copies would hold up what the warps read and exchange through shared memory meanwhile.
+States in float32 take the first form of W. Those in bfloat16 are exact operands as they lie and take the second, and S1
+is formed only to be stored. With M the inverse of the triangular system of the tokens and C what queries see of their
+corrections, corrections and outputs are
 
-Where this kernel starts before the one before it has ended, its first programs ask L2 for what they will need first.
-Nothing of that is used: whatever a table says by then, it is read again.
+    u = M (v - W of keys)
+    o = W of queries + C u
+
+All are products of the matrix units, of operands in two bfloat16 parts each, 16 bits of mantissa. The state comes to
+shared memory in pieces of some channels while everything that needs no state is computed: all at once, its copies would
+hold up what the warps read and exchange through shared memory meanwhile.
+
+The programs that the device runs first ask L2 for what they will need, before it is this kernel's turn. Nothing of that
+is used: whatever a table says by then, it is read again.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -49,6 +56,7 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 @gluon.jit
 def _copy(piece_s, p_piece, real):
+    """Ask for a piece of a state, as a group of copies of its own."""
     async_copy.async_copy_global_to_shared(piece_s, p_piece, mask=real)
     async_copy.commit_group()
 
@@ -84,13 +92,13 @@ def _ask_ahead(
     accepted = gl.load(p_accepted + spread(n, accepted_s), cache_modifier=".cg")
     first = gl.load(p_first + spread(n, first_s), cache_modifier=".cg")
     length = gl.load(p_length + spread(n, length_s), cache_modifier=".cg")
-    slot = gl.where(usable(slot, pool_rows, pad_slot), slot, 0)
-    taken = gl.minimum(gl.maximum(accepted, 0), positions).to(gl.int32)
-    if p_held is not None:
-        held = gl.load(p_held + (spread(slot, HEADS) + head), cache_modifier=".cg")
-        held = gl.where(taken > 0, gl.minimum(gl.maximum(held, 0), positions), 0)
-        taken = gl.minimum(taken + held, positions)
     first, count = within(first, length, tokens)
+    real = (count > 0) & usable(slot, pool_rows, pad_slot)
+    slot = gl.where(real, slot, 0)
+    taken = gl.where(real, gl.minimum(gl.maximum(accepted, 0), positions), 0).to(gl.int32)
+    if p_held is not None:
+        held = gl.load(p_held + (spread(slot, HEADS) + head), mask=taken > 0, other=0, cache_modifier=".cg")
+        taken = gl.minimum(taken + gl.minimum(gl.maximum(held, 0), positions), positions)
     _ask(p_k + spread(first, k_t), count, k_t, TOKENS, K)
     _ask(p_q + spread(first, q_t), count, q_t, TOKENS, K)
     _ask(p_g + spread(first, g_t), count, g_t, TOKENS, K)
@@ -297,7 +305,7 @@ def replay_kernel(
     else:
         old_u = _to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT)
     # The compiler would move copies before loads, which would wait for them in line, and what uses the loads before the
-    # copies. The barrier stops the one, the branch the other.
+    # copies. The barrier stops the one, the branch on `some` the other.
     gl.thread_barrier()
     _copy(pieces_s[0], p_state + copied, real)
     if LAZY:
@@ -326,7 +334,7 @@ def replay_kernel(
         total *= exp(old_decays[i])
     totals_s = gl.allocate_shared_memory(gl.float32, [WARPS, K], PLAIN)
     totals_s.store(total)
-    gl.thread_barrier()  # every warp has read the old records and `held` before any of them is overwritten
+    gl.thread_barrier()  # every warp has read `held`, old keys and decays before any of them is overwritten
     new_at = p_record + spread(base + token, records_j)[:, None] + channel[None, :]
     gl.store(new_at, k, mask=(live & real)[:, None])
     gl.store(new_at + K, g, mask=(live & real)[:, None])
@@ -487,14 +495,16 @@ def replay_kernel(
     top, bottom = halves(read)
     if STACKED:
         top = gl.convert_layout(top + bottom, EIGHT)
+        nothing = gl.zeros([8, V], gl.float32, EIGHT)
         left = gl.where((row < TOKENS)[:, None], v.to(gl.float32) - top, 0.0)
-        start = gl.convert_layout(above(gl.where((row < TOKENS)[:, None], 0.0, top), 0.0 * top), READ)
+        start = gl.convert_layout(above(gl.where((row < TOKENS)[:, None], 0.0, top), nothing), READ)
     else:
         left = v.to(gl.float32) - gl.convert_layout(top, EIGHT)
         start = gl.where(upper[:, None], 0.0, read)
     high, low = high_low(left)
     left_s = gl.allocate_shared_memory(gl.bfloat16, [16, V], WIDE)
     left_s.store(above(high, low))
+    gl.thread_barrier()  # every warp has read the old corrections before any of them is overwritten
     both = left_s.load(B)
     mixed = mma_v2(mix_high_s.permute((1, 0)).load(A), both, start)
     mixed = mma_v2(mix_low_s.permute((1, 0)).load(A), both, mixed)
