@@ -217,16 +217,16 @@ def test_launches_from_addresses_are_those_of_the_call(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("first", [1, 8])
+@pytest.mark.parametrize("first", [1, 8, 12])
 def test_deferred_requests_of_another_length_find_their_kernels(
     machine: Machine, first: int, dtype: torch.dtype
 ) -> None:
     run("verify", calls.verify(2, True, first, 16, dtype=dtype))
     machine.through_triton.clear()
-    for most in (1, 2, 3, 4, 5, 8):
-        run("verify", calls.verify(20, True, most, 16, dtype=dtype))
+    for batch, most in itertools.product((2, 20), (1, 2, 3, 4, 5, 8, 9, 12)):
+        run("verify", calls.verify(batch, True, most, 16, dtype=dtype))
     assert not machine.through_triton
-    assert len(machine.through_driver) == 6
+    assert len(machine.through_driver) == 16
 
 
 def test_kernels_that_overlap_are_launched_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

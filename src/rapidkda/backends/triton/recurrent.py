@@ -337,15 +337,14 @@ def _bind_step(call: DecodeCall | VerifyCall, read: Tensor, write: Tensor, accep
 
 
 def _run_replay(call: VerifyCall, records: Tensor) -> None:
-    wide = call.memo.get("triton wide")
-    if wide is None:
-        wide = call.memo["triton wide"] = _replays_wide(call, records)
-    wide = wide and call.pool.data_ptr() % 16 == 0
-    key = "triton sm_90" if wide else "triton"
+    gluon = call.memo.get("triton gluon")
+    if gluon is None:
+        gluon = call.memo["triton gluon"] = _fits_gluon(call, records)
+    gluon = gluon and call.pool.data_ptr() % 16 == 0  # copies of 16 bytes take the states where they lie
+    key = "triton sm_90" if gluon else "triton"
     prepared = call.memo.get(key)
     if prepared is None:
-        bind = _bind_replay_sm90 if wide else _bind_replay
-        prepared = call.memo[key] = [one for size in _sizes(call, records) for one in bind(call, records, size)]
+        prepared = call.memo[key] = _bind_replays(call, records, gluon)
     segments = call.segments
     data = (*launch.inputs(call.tokens), call.out, call.pool, records)
     tables = (segments.first_token, segments.length, call.slots, call.accepted, call.held)
@@ -355,29 +354,33 @@ def _run_replay(call: VerifyCall, records: Tensor) -> None:
             other(data, tables, compile_only=True)
 
 
-def _longest(call: VerifyCall, records: Tensor) -> int:
-    """The most tokens of a request."""
-    return records.shape[1] if call.held is None else min(records.shape[1], call.segments.max_length)
-
-
-def _sizes(call: VerifyCall, records: Tensor) -> list[int]:
-    """Tokens of a chunk, as a power of two: of this call, then of others with these records."""
-    own = min(chunk.MOST, max(2, triton.next_power_of_2(_longest(call, records))))
-    if call.held is None:
-        return [own]
-    return [own, *[size for size in (2, 4, 8) if size != own and size < 2 * records.shape[1]]]
-
-
-def _replays_wide(call: VerifyCall, records: Tensor) -> bool:
-    """Whether the kernel in Gluon takes the call, if copies of 16 bytes can take the states where they lie."""
+def _fits_gluon(call: VerifyCall, records: Tensor) -> bool:
+    """Whether the kernel in Gluon takes calls like this one, if their requests are short enough."""
     tokens, pool = call.tokens, call.pool
     return (
         config.replays(config.machine(pool.device), tokens.q.dtype, tokens.key_dim, tokens.value_dim)
         and call.state_v_first
         and pool.stride(0) % 16 == 0
-        and _longest(call, records) <= chunk.MOST
         and records.shape[1] <= SM90_RECORDS
     )
+
+
+def _bind_replays(call: VerifyCall, records: Tensor, gluon: bool) -> list[launch.Launch]:
+    """The launch of this call, then, where the length of requests decides, those of other calls with these records."""
+    rows = records.shape[1]
+    longest = rows if call.held is None else min(rows, call.segments.max_length)
+    size = min(chunk.MOST, max(2, triton.next_power_of_2(longest)))  # tokens of a chunk
+    short = _bind_replay_sm90 if gluon else _bind_replay  # requests that are one chunk
+    own = short if longest <= chunk.MOST else _bind_replay
+    launches = [*own(call, records, size)]
+    if call.held is None:
+        return launches
+    for other in (2, 4, 8):
+        if other < 2 * rows and (other, short) != (size, own):
+            launches += short(call, records, other)
+    if rows > chunk.MOST and own is not _bind_replay:
+        launches += _bind_replay(call, records, chunk.MOST)
+    return launches
 
 
 def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch]:
