@@ -124,11 +124,45 @@ def _both_halves(u, LEFT: gl.constexpr):
 
 
 @gluon.jit
+def _both_parts(k, q, GROUPS: gl.constexpr):
+    """Keys over queries [2 T, K], the upper parts over the lower ones; of two tokens twice, to fill eight rows."""
+    x = above(k, q)
+    if x.shape[0] == 4:
+        x = above(x, x)
+    high, low = high_low(in_order(x, GROUPS))
+    return above(high, low)
+
+
+@gluon.jit
 def _partly(x, LANES: gl.constexpr):
     """Sums of the rows of x [T, K] over what a thread has: [T LANES]."""
     T: gl.constexpr = x.shape[0]
     x = gl.sum(gl.reshape(x, [T, x.shape[1] // (4 * LANES), LANES, 4]), 3)
     return gl.reshape(gl.sum(x, 1), [T * LANES])
+
+
+@gluon.jit
+def _mixture(strength_s, sees_s, TOKENS: gl.constexpr):
+    """M over C M [2 T, T], transposed into [16, 16], twice on top of itself: for both parts of what they apply to."""
+    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    unit = gl.arange(0, 16, UNIT)
+    strengths = scalars(strength_s, TOKENS)
+    inverse = ()
+    outer = ()
+    for t in gl.static_range(TOKENS):
+        sees = scalars(sees_s.slice(t, 1), 2 * TOKENS)
+        solved = gl.where(unit % 8 == t, 1.0, 0.0)
+        for i in gl.static_range(t):
+            solved -= inverse[i] * sees[i]
+        inverse += (solved * strengths[t],)
+        seen = inverse[0] * sees[TOKENS]
+        for i in gl.static_range(1, t + 1):
+            seen += inverse[i] * sees[TOKENS + i]
+        outer += (seen,)
+    mix = inverse + outer
+    for _ in gl.static_range(16 - 2 * TOKENS):
+        mix += (gl.zeros([16], gl.float32, UNIT),)
+    return stack(mix)
 
 
 @gluon.jit
@@ -216,7 +250,6 @@ def replay_kernel(
         [1, 1, 1], [2 if TOKENS == 2 else 1, 2 if TOKENS == 8 else 4, 2 * TOKENS], [WARPS, 1, 1], [2, 1, 0]
     )
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 16 // TOKENS, max(1, TOKENS // 2), [2, 1, 0])
-    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # rows of bfloat16 for operands
     SMALL: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     pieces_s = ()
@@ -387,12 +420,8 @@ def replay_kernel(
     late_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     late_s.store(gl.reshape(in_order(late, GROUPS), [K]))
     # X as an operand, both parts of it
-    x = above(k, q)
-    if TOKENS == 2:
-        x = above(x, x)
-    high, low = high_low(in_order(x, GROUPS))
     x_s = gl.allocate_shared_memory(gl.bfloat16, [X_ROWS, K], WIDE)
-    x_s.store(above(high, low))
+    x_s.store(_both_parts(k, q, GROUPS))
     if not LAZY:
         gl.thread_barrier()
         _copy(pieces_s[3], p_state + 3 * PIECE + copied, real)
@@ -413,11 +442,7 @@ def replay_kernel(
             seen = above(top + bottom, top + bottom)
         seen_s.store(seen)
         late_rows = before_s.load(ROWS)
-        x = above(k * late_rows, q * late_rows)
-        if TOKENS == 2:
-            x = above(x, x)
-        high, low = high_low(in_order(x, GROUPS))
-        x_s.store(above(high, low))
+        x_s.store(_both_parts(k * late_rows, q * late_rows, GROUPS))
 
     u_high = gl.zeros([V, DEPTH], gl.bfloat16, LEFT)  # the other operand that the corrections are, where it is needed
     u_low = u_high
@@ -426,25 +451,7 @@ def replay_kernel(
     elif full:
         u_high, u_low = _both_halves(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT), LEFT)
 
-    # M over C M, transposed, twice beside itself: for both parts of what they are applied to
-    unit = gl.arange(0, 16, UNIT)
-    strengths = scalars(strength_s, TOKENS)
-    inverse = ()
-    outer = ()
-    for t in gl.static_range(TOKENS):
-        sees = scalars(sees_s.slice(t, 1), 2 * TOKENS)
-        solved = gl.where(unit % 8 == t, 1.0, 0.0)
-        for i in gl.static_range(t):
-            solved -= inverse[i] * sees[i]
-        inverse += (solved * strengths[t],)
-        seen_of = inverse[0] * sees[TOKENS]
-        for i in gl.static_range(1, t + 1):
-            seen_of += inverse[i] * sees[TOKENS + i]
-        outer += (seen_of,)
-    mix = inverse + outer
-    for _ in gl.static_range(16 - 2 * TOKENS):
-        mix += (gl.zeros([16], gl.float32, UNIT),)
-    high, low = high_low(stack(mix))
+    high, low = high_low(_mixture(strength_s, sees_s, TOKENS))
     mix_high_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
     mix_low_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
     mix_high_s.store(high)
