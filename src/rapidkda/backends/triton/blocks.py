@@ -268,11 +268,16 @@ def within(first, length, tokens):
 
 
 @triton.jit
-def with_held(p_held, at, accepted, positions):
-    """How many records are applied where `accepted` of the last step are and p_held[at] lay before those of that step,
-    which says nothing where none are accepted."""
-    held = tl.load(p_held + at, mask=accepted > 0, other=0)
+def applied(accepted, held, positions):
+    """How many of `positions` records are applied: `accepted` of the last step, and what lay before those of it."""
     return tl.minimum(accepted + tl.minimum(tl.maximum(held, 0), positions), positions)
+
+
+@triton.jit
+def with_held(p_held, at, accepted, positions):
+    """The same with p_held[at], which says nothing where none are accepted."""
+    held = tl.load(p_held + at, mask=accepted > 0, other=0)
+    return applied(accepted, held, positions)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from . import launch
 from .blocks import (
     L2_EPS,
     amplitude_of,
+    applied,
     exp,
     gate_decay,
     high_low,
@@ -98,7 +99,7 @@ def _ask_ahead(
     taken = gl.where(real, gl.minimum(gl.maximum(accepted, 0), positions), 0).to(gl.int32)
     if p_held is not None:
         held = gl.load(p_held + (spread(slot, HEADS) + head), mask=taken > 0, other=0, cache_modifier=".cg")
-        taken = gl.minimum(taken + gl.minimum(gl.maximum(held, 0), positions), positions)
+        taken = applied(taken, held, positions)
     _ask(p_k + spread(first, k_t), count, k_t, TOKENS, K)
     _ask(p_q + spread(first, q_t), count, q_t, TOKENS, K)
     _ask(p_g + spread(first, g_t), count, g_t, TOKENS, K)
@@ -115,7 +116,7 @@ def _to_store(p_u, records_j, taken, V: gl.constexpr, FOLD: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _both_halves(u, LEFT: gl.constexpr):
+def _to_multiply(u, LEFT: gl.constexpr):
     """Both parts of corrections [V, FOLD] as operands; eight fill one twice."""
     high, low = high_low(u)
     if u.shape[1] == 8:
@@ -124,7 +125,7 @@ def _both_halves(u, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def _both_parts(k, q, GROUPS: gl.constexpr):
+def _stacked(k, q, GROUPS: gl.constexpr):
     """Keys over queries [2 T, K], the upper parts over the lower ones; of two tokens twice, to fill eight rows."""
     x = above(k, q)
     if x.shape[0] == 4:
@@ -313,7 +314,7 @@ def replay_kernel(
     v_at = p_v + spread(first, v_t) + (spread(row, v_t)[:, None] + value[None, :])
     v = gl.load(v_at, mask=(row < count)[:, None], other=0.0)
     # How many records count, whether the state is stored, and where the new ones go
-    taken = gl.where(accepted > 0, gl.minimum(accepted + gl.minimum(gl.maximum(held, 0), positions), positions), 0)
+    taken = gl.where(accepted > 0, applied(accepted, held, positions), 0)
     if p_held is None:
         full = taken > 0
         base = 0 * taken
@@ -421,7 +422,7 @@ def replay_kernel(
     late_s.store(gl.reshape(in_order(late, GROUPS), [K]))
     # X as an operand, both parts of it
     x_s = gl.allocate_shared_memory(gl.bfloat16, [X_ROWS, K], WIDE)
-    x_s.store(_both_parts(k, q, GROUPS))
+    x_s.store(_stacked(k, q, GROUPS))
     if not LAZY:
         gl.thread_barrier()
         _copy(pieces_s[3], p_state + 3 * PIECE + copied, real)
@@ -442,14 +443,14 @@ def replay_kernel(
             seen = above(top + bottom, top + bottom)
         seen_s.store(seen)
         late_rows = before_s.load(ROWS)
-        x_s.store(_both_parts(k * late_rows, q * late_rows, GROUPS))
+        x_s.store(_stacked(k * late_rows, q * late_rows, GROUPS))
 
     u_high = gl.zeros([V, DEPTH], gl.bfloat16, LEFT)  # the other operand that the corrections are, where it is needed
     u_low = u_high
     if not LAZY:
-        u_high, u_low = _both_halves(old_u, LEFT)
+        u_high, u_low = _to_multiply(old_u, LEFT)
     elif full:
-        u_high, u_low = _both_halves(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT), LEFT)
+        u_high, u_low = _to_multiply(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT), LEFT)
 
     high, low = high_low(_mixture(strength_s, sees_s, TOKENS))
     mix_high_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
