@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="needs the package triton", minversion="3.6")
 
 import triton_calls as calls
-from triton_targets import TARGETS, compiling
+from triton_targets import TARGETS, compiling, stack_bytes
 
 from rapidkda.backends.triton import TritonBackend, config, launch, plan
 
@@ -142,10 +142,11 @@ def test_decode_of_bfloat16_states(options: dict[str, Any]) -> None:
     assert 16 * (copied[0].metadata.shared + 1024) <= 228 << 10
 
 
-@pytest.mark.parametrize(("most", "programs"), [(2, 3), (4, 3), (8, 2)])
+@pytest.mark.parametrize(("most", "programs"), [(2, 3), (4, 3), (8, 4)])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_replay_in_gluon(most: int, programs: int, state_dtype: torch.dtype) -> None:
-    """On compute capability 9.0, states with their values first, where copies take 16 bytes at a time."""
+    """On compute capability 9.0, states with their values first, where copies take 16 bytes at a time. The registers
+    that so many programs leave to each other hold everything: a few numbers in memory cost a twentieth of the time."""
     wide = calls.verify(2, True, most, max(8, 2 * most), state_dtype)
     apart = torch.zeros(wide.pool.shape[0], wide.pool[0].numel() + 8, dtype=state_dtype)[:, 8:]
     with compiling("sm_90") as kernels:
@@ -156,8 +157,9 @@ def test_replay_in_gluon(most: int, programs: int, state_dtype: torch.dtype) -> 
         BACKEND.verify(calls.verify(2, True, most, 24, state_dtype))
     kernel, *others, largest = kernels
     assert largest.metadata.name == "replay_kernel"
-    assert 2 * (largest.metadata.shared + 1024) <= 228 << 10
+    assert 3 * (largest.metadata.shared + 1024) <= 228 << 10
     assert kernel.metadata.name == "replay_kernel"
+    assert stack_bytes(kernel) == 0
     assert "replay_kernel" not in [other.metadata.name for other in others]
     assert "cp.async" in kernel.asm["ptx"]
     programs = programs if state_dtype == torch.float32 else 4

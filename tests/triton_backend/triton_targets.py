@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest import mock
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -76,3 +80,13 @@ def compiling(name: str, units: int = 132) -> Iterator[list[Any]]:
         mock.patch.object(driver, "_active", stand_in),
     ):
         yield kernels
+
+
+def stack_bytes(kernel: Any) -> int:
+    """What a thread of a kernel for NVIDIA keeps in memory for want of registers."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", report))

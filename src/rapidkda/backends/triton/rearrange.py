@@ -1,7 +1,7 @@
 """Tensors joined, split and reordered for the kernels in Gluon. Where layouts fit, all of it is a choice of registers.
 
-`in_order` and `in_tiles` map memory's order to that of operands of the matrix units, in which a thread of a warp has
-two and two of 16 columns, 8 apart, of rows 8 apart: what it has are then four or eight neighbours in memory.
+In operands of the matrix units a thread has columns in twos, 8 apart, of rows 8 apart. `in_order` (channels),
+`at_columns` and `in_tiles` (values) map memory's order to theirs such that what a thread has are neighbours in memory.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -76,6 +76,12 @@ def halves(x):
 
 
 @gluon.jit
+def beside(x):
+    """The left and the right half of the columns of x."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
 def in_order(x, GROUPS: gl.constexpr):
     """Columns of x from memory's order, in which a thread has 4 GROUPS neighbours, to that of operands."""
     R: gl.constexpr = x.shape[0]
@@ -94,20 +100,31 @@ def in_memory(x, GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def at_columns(x):
+    """Values, columns of x [R, 128], from their order to that in which they are columns of operands.
+
+    A warp has 32 neighbours, a thread four of them in the four tiles of a right operand, eight in those of a result.
+    """
+    R: gl.constexpr = x.shape[0]
+    return gl.reshape(gl.permute(gl.reshape(x, [R, 4, 8, 4]), (0, 3, 1, 2)), [R, 128])
+
+
+@gluon.jit
+def as_values(x):
+    """`at_columns`, undone."""
+    R: gl.constexpr = x.shape[0]
+    return gl.reshape(gl.permute(gl.reshape(x, [R, 4, 4, 8]), (0, 2, 3, 1)), [R, 128])
+
+
+@gluon.jit
 def in_tiles(x):
-    """Rows of x [128, C] from the order in which they are columns of an operand, 8 a warp, to that of tiles of 16."""
+    """Values, rows of x [128, C], from their order to tiles of 16 rows, a value in the thread of its `at_columns`."""
     C: gl.constexpr = x.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(x, [2, 2, 4, 8, C]), (0, 2, 1, 3, 4)), [128, C])
+    return gl.reshape(gl.permute(gl.reshape(x, [4, 8, 2, 2, C]), (2, 0, 3, 1, 4)), [128, C])
 
 
 @gluon.jit
 def out_of_tiles(x):
     """`in_tiles`, undone."""
     C: gl.constexpr = x.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(x, [2, 4, 2, 8, C]), (0, 2, 1, 3, 4)), [128, C])
-
-
-@gluon.jit
-def tile_row(position):
-    """The row that `in_tiles` puts at a position."""
-    return (position & 71) | ((position & 48) >> 1) | ((position & 8) << 2)
+    return gl.reshape(gl.permute(gl.reshape(x, [2, 4, 2, 8, C]), (1, 3, 0, 2, 4)), [128, C])

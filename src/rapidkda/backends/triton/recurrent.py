@@ -384,19 +384,19 @@ def _bind_replays(call: VerifyCall, records: Tensor, gluon: bool) -> list[launch
 
 
 def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch]:
-    """Chunks of `size` tokens, in Gluon. Programs that share a multiprocessor: with float32 states two of chunks of 8,
-    which shared memory allows, three of smaller ones; four with bfloat16 states, which registers allow too at 128 each;
-    two with more than 16 records, whatever the states. 168 registers, what three programs have, were best for two as
-    well."""
+    """Chunks of `size` tokens, in Gluon. How many programs share a multiprocessor, as was measured best: four with
+    bfloat16 states and with float32 ones of chunks of 8, whose copies take turns in shared memory; three with smaller
+    chunks or more than 16 records; two with chunks of 8 where every step stores the states."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
     heads, positions = tokens.value_heads, records.shape[1]
-    narrow = pool.dtype == torch.bfloat16
     if positions > 16:
-        shared_by, registers = 2, None
-    elif narrow:
-        shared_by, registers = 4, 128
+        shared_by = 3
+    elif pool.dtype == torch.bfloat16:
+        shared_by = 4
+    elif size < 8:
+        shared_by = 3
     else:
-        shared_by, registers = 2 if size == 8 else 3, 168
+        shared_by = 2 if call.held is None else 4
     bound = sm90_replays().bind(
         pool.device,
         (segments.count * heads, 1, 1),
@@ -420,7 +420,7 @@ def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[lau
             shared_by * config.machine(pool.device).units,
         ),
         num_warps=4,
-        registers=registers,
+        registers=128 if shared_by == 4 else 168,
         overlap=True,
     )
     return (bound,)

@@ -15,9 +15,12 @@ corrections, corrections and outputs are
     u = M (v - W of keys)
     o = W of queries + C u
 
-All are products of the matrix units, of operands in two bfloat16 parts each, 16 bits of mantissa. The state comes to
-shared memory in pieces of some channels while everything that needs no state is computed: all at once, its copies would
-hold up what the warps read and exchange through shared memory meanwhile.
+All are products of the matrix units, of operands in two bfloat16 parts each, 16 bits of mantissa.
+
+What programs compete for is the unit that all accesses to shared and global memory pass, one line of 128 bytes a cycle.
+So the state comes in copies of whole lines, and the order of values in operands (rearrange.py) is such that a thread
+moves 16 bytes of neighbours whatever it reads or writes. Copies are asked for one after another while everything that
+needs no state is computed; all at once they would delay the tokens, which are needed first.
 
 The programs that the device runs first ask L2 for what they will need, before it is this kernel's turn. Nothing of that
 is used: whatever a table says by then, it is read again.
@@ -46,35 +49,58 @@ from .blocks import (
     within,
     write_strength,
 )
-from .rearrange import above, halves, in_memory, in_order, in_tiles, out_of_tiles, scalars, stack, tile_row, twice
+from .rearrange import (
+    above,
+    as_values,
+    at_columns,
+    beside,
+    halves,
+    in_memory,
+    in_order,
+    in_tiles,
+    out_of_tiles,
+    scalars,
+    stack,
+    twice,
+)
 
 WARPS = gl.constexpr(4)
-PIECES = gl.constexpr(4)  # of a state
+PIECE = gl.constexpr(32)  # channels of a state that are in registers at once
 LINE = gl.constexpr(128)  # bytes
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def _copy(piece_s, p_piece, real):
-    """Ask for a piece of a state, as a group of copies of its own."""
-    async_copy.async_copy_global_to_shared(piece_s, p_piece, mask=real)
+def _copy(copy_s, p_copy, real):
+    """Ask for some channels of a state, as a group of copies of its own."""
+    async_copy.async_copy_global_to_shared(copy_s, p_copy, mask=real)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _ask(p, count, stride, ROWS: gl.constexpr, ELEMENTS: gl.constexpr):
-    """Ask L2 for the first `count` of ROWS rows of ELEMENTS at p, a line at a time."""
-    EACH: gl.constexpr = LINE // (p.dtype.element_ty.primitive_bitwidth // 8)
-    LINES: gl.constexpr = 16 if ELEMENTS // EACH > 8 else 8 if ELEMENTS // EACH > 4 else 4
-    HINTS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [WARPS, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, HINTS))
-    line = gl.arange(0, LINES, gl.SliceLayout(0, HINTS))
-    at = p + (spread(row, stride)[:, None] + (line * EACH)[None, :])
-    wanted = (row < count)[:, None] & (line * EACH < ELEMENTS)[None, :]
+def _bytes(p):
+    """Bytes of an element at p."""
+    return p.dtype.element_ty.primitive_bitwidth // 8
+
+
+@gluon.jit
+def _at(p, offset):
+    """The address of the element that is `offset` from p, as a number."""
+    return (p + offset).to(gl.int64, bitcast=True)
+
+
+@gluon.jit
+def _one_of(index, a, b, c, d):
+    return gl.where(index == 0, a, gl.where(index == 1, b, gl.where(index == 2, c, d)))
+
+
+@gluon.jit
+def _prefetch(at, wanted):
+    """Ask L2 for the lines at the addresses that are wanted."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r", [at.to(gl.int64, bitcast=True), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r", [at, wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -100,25 +126,38 @@ def _ask_ahead(
     if p_held is not None:
         held = gl.load(p_held + (spread(slot, HEADS) + head), mask=taken > 0, other=0, cache_modifier=".cg")
         taken = applied(taken, held, positions)
-    _ask(p_k + spread(first, k_t), count, k_t, TOKENS, K)
-    _ask(p_q + spread(first, q_t), count, q_t, TOKENS, K)
-    _ask(p_g + spread(first, g_t), count, g_t, TOKENS, K)
-    _ask(p_v + spread(first, v_t), count, v_t, TOKENS, V)
-    _ask(p_records + spread(slot, records_s), taken, records_j, FOLD, 2 * K + V)
+    # Each warp asks for an operand of the tokens, then for some of the records
+    TOKEN: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    operand = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, TOKEN)))
+    row = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, TOKEN)))[None, :, None]
+    line = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, TOKEN)))[None, None, :]
+    start = _one_of(operand, _at(p_k, spread(first, k_t)), _at(p_q, spread(first, q_t)), _at(p_v, spread(first, v_t)),
+                    _at(p_g, spread(first, g_t)))  # fmt: skip
+    stride = _one_of(operand, spread(_bytes(p_k), k_t), spread(_bytes(p_q), q_t), spread(_bytes(p_v), v_t),
+                     spread(_bytes(p_g), g_t))  # fmt: skip
+    size = _one_of(operand, K * _bytes(p_k), K * _bytes(p_q), V * _bytes(p_v), K * _bytes(p_g))
+    at = start[:, None, None] + row.to(gl.int64) * stride[:, None, None] + line * LINE
+    _prefetch(at, (row < count) & (line * LINE < size[:, None, None]))
+    RECORD: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    row = gl.arange(0, FOLD, gl.SliceLayout(1, RECORD))
+    line = gl.arange(0, 16, gl.SliceLayout(0, RECORD))[None, :]
+    EACH: gl.constexpr = LINE // _bytes(p_records)
+    at = _at(p_records + spread(slot, records_s), spread(row, records_j)[:, None] + line * EACH)
+    _prefetch(at, (row < taken)[:, None] & (line * EACH < 2 * K + V))
 
 
 @gluon.jit
 def _to_store(p_u, records_j, taken, V: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr):
-    """Corrections [V, FOLD] of the records that count, at p_u, value rows in tiles."""
+    """Corrections [V, FOLD] of the records that count, at p_u."""
     j = gl.arange(0, FOLD, gl.SliceLayout(0, LAYOUT))
-    row = tile_row(gl.arange(0, V, gl.SliceLayout(1, LAYOUT)))
+    row = gl.arange(0, V, gl.SliceLayout(1, LAYOUT))
     return gl.load(p_u + (spread(j, records_j)[None, :] + row[:, None]), mask=(j < taken)[None, :], other=0.0)
 
 
 @gluon.jit
 def _to_multiply(u, LEFT: gl.constexpr):
     """Both parts of corrections [V, FOLD] as operands; eight fill one twice."""
-    high, low = high_low(u)
+    high, low = high_low(in_tiles(u))
     if u.shape[1] == 8:
         high, low = twice(high), twice(low)
     return gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
@@ -167,9 +206,18 @@ def _mixture(strength_s, sees_s, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _piece(copy_s, piece: gl.constexpr, LAYOUT: gl.constexpr):
+    """A piece of a state [V, PIECE] out of a copy, which holds one or two. What is not used is not loaded."""
+    copy = copy_s.load(LAYOUT)
+    if copy.shape[1] > PIECE:
+        copy = beside(copy)[piece % 2]
+    return copy
+
+
+@gluon.jit
 def _folded(
-    raw, u_high, u_low, old_s, late_s, piece: gl.constexpr, PIECE: gl.constexpr, FOLD: gl.constexpr,
-    DEPTH: gl.constexpr, STORE: gl.constexpr,
+    raw, u_high, u_low, old_s, late_s, piece: gl.constexpr, FOLD: gl.constexpr, DEPTH: gl.constexpr,
+    STORE: gl.constexpr,
 ):  # fmt: skip
     """A piece of the state after the records: its channels in order, its rows as they come."""
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, STORE, 2)
@@ -203,7 +251,11 @@ def replay_kernel(
     """
     LAZY: gl.constexpr = p_pool.dtype.element_ty == gl.bfloat16  # the state is read as it lies
     GROUPS: gl.constexpr = 2 if LAZY else 1  # of four neighbours in memory that a thread has
-    PIECE: gl.constexpr = K // PIECES
+    WIDTH: gl.constexpr = 64 if LAZY else 32  # channels of a copy, a line of each value
+    COPIES: gl.constexpr = K // WIDTH
+    # Places for copies in shared memory. Two leave room for another program, but later copies wait for earlier ones
+    PLACES: gl.constexpr = 2 if p_held is not None and (TOKENS == 8 or FOLD > 8) else COPIES
+    AT_FIRST: gl.constexpr = 1 if LAZY else 2  # copies that are asked for as soon as the slot is known
     STACKED: gl.constexpr = TOKENS < 8  # both parts of X are rows of one operand
     X_ROWS: gl.constexpr = 16 if STACKED else 32  # of both parts
     QUERY: gl.constexpr = TOKENS if STACKED else 0  # the first row of outputs in eight
@@ -214,33 +266,41 @@ def replay_kernel(
     STORE: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])  # values x channels
     LEFT: gl.constexpr = gl.DotOperandLayout(0, STORE, 2)
     SEEN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [X_ROWS // 16, 16 * WARPS // X_ROWS], [16, 8])  # X x records
-    EIGHT: gl.constexpr = gl.DistributedLinearLayout(  # rows of READ
+    EIGHT: gl.constexpr = gl.DistributedLinearLayout(  # eight rows of READ, values in order
+        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[0, 32], [0, 64]], [], [8, V]
+    )
+    EIGHT_COLUMNS: gl.constexpr = gl.DistributedLinearLayout(  # the same as `at_columns` has them
         [[0, 1], [0, 32], [0, 64]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[0, 8], [0, 16]], [], [8, V]
     )
     # Eight records take half of an operand, which holds both of their parts
     HALF_A: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [], [16, 8]
     )
-    HALF_B: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [0, 32], [0, 64]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], [], [8, V]
+    # Corrections as they are read, values in order: what a thread needs of B and of LEFT
+    U_RIGHT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0]][: 3 + FOLD // 16],
+        [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+        [[0, 32], [0, 64]],
+        [],
+        [FOLD, V],
     )
-    HALF_LEFT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], [64, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [V, 8]
+    U_LEFT: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [0, 1], [0, 8], [0, 16]][: 3 + FOLD // 16],
+        [[0, 2], [0, 4], [4, 0], [8, 0], [16, 0]],
+        [[32, 0], [64, 0]],
+        [],
+        [V, FOLD],
     )
     OLD_A: gl.constexpr = HALF_A if FOLD == 8 else A
-    OLD_B: gl.constexpr = HALF_B if FOLD == 8 else B
-    OLD_LEFT: gl.constexpr = HALF_LEFT if FOLD == 8 else LEFT
-    COPY: gl.constexpr = (
-        gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
-        if LAZY
-        else gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8 if LAZY else 4], [4, 8], [WARPS, 1], [1, 0])
+    # What a thread needs of B: of a piece of the state, and of a copy, which is one piece or two
+    NEAR: gl.constexpr = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]] if LAZY else [[0, 1], [0, 2], [1, 0], [2, 0], [0, 16]]
+    QUAD: gl.constexpr = [[0, 8], [0, 16]] if LAZY else [[0, 4], [0, 8]]
+    OWN: gl.constexpr = gl.DistributedLinearLayout(
+        NEAR, QUAD + [[4, 0], [8, 0], [16, 0]], [[32, 0], [64, 0]], [], [V, PIECE]
     )
-    OWN: gl.constexpr = gl.DistributedLinearLayout(  # B of a piece of the state, in memory's order
-        [[0, 1], [0, 2], [0, 4], [32, 0], [64, 0]] if LAZY else [[0, 1], [0, 2], [0, 16], [32, 0], [64, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]] if LAZY else [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[8, 0], [16, 0]],
-        [],
-        [V, PIECE],
+    OWN_COPY: gl.constexpr = gl.DistributedLinearLayout(
+        NEAR + ([[0, 32]] if LAZY else []), QUAD + [[4, 0], [8, 0], [16, 0]], [[32, 0], [64, 0]], [], [V, WIDTH]
     )
     SHARE: gl.constexpr = max(1, TOKENS // WARPS)  # tokens of a warp
     LANES: gl.constexpr = 32 // SHARE  # of a token
@@ -253,17 +313,20 @@ def replay_kernel(
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 16 // TOKENS, max(1, TOKENS // 2), [2, 1, 0])
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # rows of bfloat16 for operands
     SMALL: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
-    pieces_s = ()
-    for _ in gl.static_range(PIECES):
-        pieces_s += (
+    copies_s = ()
+    for _ in gl.static_range(PLACES):
+        copies_s += (
             gl.allocate_shared_memory(
-                p_pool.dtype.element_ty, [V, PIECE], gl.SwizzledSharedLayout(16, 2 if LAZY else 1, 2, [1, 0])
+                p_pool.dtype.element_ty, [V, WIDTH], gl.SwizzledSharedLayout(WIDTH // 2, 4, 2, [1, 0])
             ),
         )
-    copied = (
-        gl.arange(0, V, gl.SliceLayout(1, COPY))[:, None] * K + gl.arange(0, PIECE, gl.SliceLayout(0, COPY))[None, :]
-    )
-    own = gl.arange(0, V, gl.SliceLayout(1, OWN))[:, None] * K + gl.arange(0, PIECE, gl.SliceLayout(0, OWN))[None, :]
+    # Places in a state: what a thread's have in common, then what they are apart, in which the compiler sees constants
+    line = gl.arange(0, V, gl.SliceLayout(1, COPY))
+    copied = ((line & 15) * K)[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))[None, :]
+    copied_apart = ((line & 112) * K)[:, None]
+    line = gl.arange(0, V, gl.SliceLayout(1, OWN))
+    own = ((line & 124) * K)[:, None] + gl.arange(0, PIECE, gl.SliceLayout(0, OWN))[None, :]
+    own_apart = ((line & 3) * K)[:, None]
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, ROWS))
     channel = gl.arange(0, K, gl.SliceLayout(0, ROWS))
     row = gl.arange(0, 8, gl.SliceLayout(1, EIGHT))
@@ -333,17 +396,16 @@ def replay_kernel(
         old_decays += (gl.load(j_at + K, mask=(own_j < taken)[:, None], other=0.0),)
     # Their corrections, as the operand that is needed in any case
     if LAZY:
-        j = gl.arange(0, FOLD, gl.SliceLayout(1, OLD_B))
-        u_at = p_record + 2 * K + spread(j, records_j)[:, None] + gl.arange(0, V, gl.SliceLayout(0, OLD_B))[None, :]
+        j = gl.arange(0, FOLD, gl.SliceLayout(1, U_RIGHT))
+        u_at = p_record + 2 * K + spread(j, records_j)[:, None] + gl.arange(0, V, gl.SliceLayout(0, U_RIGHT))[None, :]
         old_u = gl.load(u_at, mask=(j < taken)[:, None], other=0.0)
     else:
-        old_u = _to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT)
+        old_u = _to_store(p_record + 2 * K, records_j, taken, V, FOLD, U_LEFT)
     # The compiler would move copies before loads, which would wait for them in line, and what uses the loads before the
     # copies. The barrier stops the one, the branch on `some` the other.
     gl.thread_barrier()
-    _copy(pieces_s[0], p_state + copied, real)
-    if LAZY:
-        _copy(pieces_s[1], p_state + PIECE + copied, real)
+    for i in gl.static_range(AT_FIRST):
+        _copy(copies_s[i], p_state + copied + (i * WIDTH + copied_apart), real)
     if not some:
         return
 
@@ -374,11 +436,8 @@ def replay_kernel(
     gl.store(new_at + K, g, mask=(live & real)[:, None])
     if p_held is not None:
         gl.store(p_held + (spread(slot, HEADS) + head), base, mask=real)
-    if LAZY:  # further pieces, between barriers for the compiler's sake, as above
-        _copy(pieces_s[2], p_state + 2 * PIECE + copied, real)
-        _copy(pieces_s[3], p_state + 3 * PIECE + copied, real)
-    else:
-        _copy(pieces_s[1], p_state + PIECE + copied, real)
+    for i in gl.static_range(AT_FIRST, PLACES):  # between barriers for the compiler's sake, as above
+        _copy(copies_s[i], p_state + copied + (i * WIDTH + copied_apart), real)
     gl.thread_barrier()
 
     # What tokens see of those before them; their keys and queries, decayed from the state to each
@@ -391,10 +450,6 @@ def replay_kernel(
         factor = gl.where((token >= i)[:, None], decays_s.slice(i, 1).load(ROWS), 1.0)
         k *= factor
         q *= factor
-        if not LAZY and i == TOKENS // 2:
-            gl.thread_barrier()
-            _copy(pieces_s[2], p_state + 2 * PIECE + copied, real)
-            gl.thread_barrier()
     parts_s = gl.allocate_shared_memory(gl.float32, [TOKENS, LANES, 2 * TOKENS], TURNED)
     parts_s.store(gl.reshape(stack(key_sees + query_sees), [TOKENS, LANES, 2 * TOKENS]))
     sees_s = gl.allocate_shared_memory(gl.float32, [TOKENS, 2 * TOKENS], PLAIN)
@@ -423,9 +478,6 @@ def replay_kernel(
     # X as an operand, both parts of it
     x_s = gl.allocate_shared_memory(gl.bfloat16, [X_ROWS, K], WIDE)
     x_s.store(_stacked(k, q, GROUPS))
-    if not LAZY:
-        gl.thread_barrier()
-        _copy(pieces_s[3], p_state + 3 * PIECE + copied, real)
 
     if LAZY:  # X K', then X is decayed from before the records
         seen = mma_v2(
@@ -450,7 +502,7 @@ def replay_kernel(
     if not LAZY:
         u_high, u_low = _to_multiply(old_u, LEFT)
     elif full:
-        u_high, u_low = _to_multiply(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, OLD_LEFT), LEFT)
+        u_high, u_low = _to_multiply(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, U_LEFT), LEFT)
 
     high, low = high_low(_mixture(strength_s, sees_s, TOKENS))
     mix_high_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
@@ -465,7 +517,7 @@ def replay_kernel(
         if not STACKED:
             seen += seen_s.slice(16, 16).slice(0, FOLD, 1).load(OLD_A)
         high, low = high_low(seen)
-        old_high, old_low = high_low(old_u)
+        old_high, old_low = high_low(at_columns(old_u))
         if STACKED:
             high = gl.where((gl.arange(0, 16, gl.SliceLayout(1, OLD_A)) < 8)[:, None], high, low)
         if FOLD == 8:
@@ -474,24 +526,31 @@ def replay_kernel(
             if not STACKED:
                 rest = mma_v2(gl.convert_layout(twice(low), A), both, rest)
         else:
+            old_high, old_low = gl.convert_layout(old_high, B), gl.convert_layout(old_low, B)
             sums = mma_v2(high, old_high, sums)
             rest = mma_v2(high, old_low, rest)
             if not STACKED:
                 rest = mma_v2(low, old_high, rest)
-    for piece in gl.static_range(PIECES):
-        async_copy.wait_group(PIECES - 1 - piece)
-        raw = in_order(pieces_s[piece].load(OWN), GROUPS)
+    for piece in gl.static_range(K // PIECE):
+        if piece * PIECE % WIDTH == 0:
+            async_copy.wait_group(min(COPIES - 1 - piece * PIECE // WIDTH, PLACES - 1))
+        raw = in_order(_piece(copies_s[piece * PIECE // WIDTH % PLACES], piece, OWN_COPY), GROUPS)
+        if piece * PIECE + PLACES * WIDTH < K:  # every warp has what another copy replaces
+            gl.thread_barrier()
+            at = p_state + copied + (piece * PIECE + PLACES * WIDTH + copied_apart)
+            _copy(copies_s[piece * PIECE // WIDTH % PLACES], at, real)
         x_high = x_s.slice(0, 16).slice(piece * PIECE, PIECE, 1).load(A)
         if LAZY:
             if full:
-                folded = _folded(raw, u_high, u_low, old_s, late_s, piece, PIECE, FOLD, DEPTH, STORE)
+                folded = _folded(raw, u_high, u_low, old_s, late_s, piece, FOLD, DEPTH, STORE)
                 folded = in_memory(narrow(folded, p_pool.dtype.element_ty), GROUPS)
-                gl.store(p_state + piece * PIECE + own, gl.convert_layout(folded, OWN))
-            state_high = gl.convert_layout(gl.permute(raw, (1, 0)), B)
+                gl.store(p_state + own + (piece * PIECE + own_apart), gl.convert_layout(folded, OWN))
+            state_high = gl.convert_layout(at_columns(gl.permute(raw, (1, 0))), B)
         else:
-            state = _folded(raw, u_high, u_low, old_s, late_s, piece, PIECE, FOLD, DEPTH, STORE)
-            gl.store(p_state + piece * PIECE + own, gl.convert_layout(in_memory(state, GROUPS), OWN), mask=full)
-            state_high, state_low = high_low(gl.permute(state, (1, 0)))
+            state = _folded(raw, u_high, u_low, old_s, late_s, piece, FOLD, DEPTH, STORE)
+            stored = gl.convert_layout(in_memory(state, GROUPS), OWN)
+            gl.store(p_state + own + (piece * PIECE + own_apart), stored, mask=full)
+            state_high, state_low = high_low(at_columns(gl.permute(state, (1, 0))))
             state_high, state_low = gl.convert_layout(state_high, B), gl.convert_layout(state_low, B)
             rest = mma_v2(x_high, state_low, rest)
         sums = mma_v2(x_high, state_high, sums)
@@ -501,13 +560,15 @@ def replay_kernel(
 
     read = sums + rest
     top, bottom = halves(read)
+    v = gl.convert_layout(at_columns(v.to(gl.float32)), EIGHT_COLUMNS)
     if STACKED:
-        top = gl.convert_layout(top + bottom, EIGHT)
-        nothing = gl.zeros([8, V], gl.float32, EIGHT)
-        left = gl.where((row < TOKENS)[:, None], v.to(gl.float32) - top, 0.0)
-        start = gl.convert_layout(above(gl.where((row < TOKENS)[:, None], 0.0, top), nothing), READ)
+        top = gl.convert_layout(top + bottom, EIGHT_COLUMNS)
+        nothing = gl.zeros([8, V], gl.float32, EIGHT_COLUMNS)
+        keys = (gl.arange(0, 8, gl.SliceLayout(1, EIGHT_COLUMNS)) < TOKENS)[:, None]
+        left = gl.where(keys, v - top, 0.0)
+        start = gl.convert_layout(above(gl.where(keys, 0.0, top), nothing), READ)
     else:
-        left = v.to(gl.float32) - gl.convert_layout(top, EIGHT)
+        left = v - gl.convert_layout(top, EIGHT_COLUMNS)
         start = gl.where(upper[:, None], 0.0, read)
     high, low = high_low(left)
     left_s = gl.allocate_shared_memory(gl.bfloat16, [16, V], WIDE)
@@ -517,8 +578,8 @@ def replay_kernel(
     mixed = mma_v2(mix_high_s.permute((1, 0)).load(A), both, start)
     mixed = mma_v2(mix_low_s.permute((1, 0)).load(A), both, mixed)
     top, bottom = halves(mixed)
-    u = gl.convert_layout(top, EIGHT)
-    o = u if STACKED else gl.convert_layout(bottom, EIGHT)
+    u = gl.convert_layout(as_values(top), EIGHT)
+    o = u if STACKED else gl.convert_layout(as_values(bottom), EIGHT)
     new_u_at = p_record + 2 * K + (spread(base + row, records_j)[:, None] + value[None, :])
     gl.store(new_u_at, u, mask=(real & (row < count))[:, None])
     out_at = p_out + (spread(first, o_t) + spread(head, o_h))
