@@ -386,12 +386,14 @@ def _bind_replays(call: VerifyCall, records: Tensor, gluon: bool) -> list[launch
 def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch]:
     """Chunks of `size` tokens, in Gluon. How many programs share a multiprocessor, as was measured best: four with
     bfloat16 states and with float32 ones of chunks of 8, whose copies take turns in shared memory; three with smaller
-    chunks or more than 16 records; two with chunks of 8 where every step stores the states."""
+    chunks or more than 16 records; two with chunks of 8 where every step stores the states. As many ask L2 ahead, with
+    bfloat16 states and chunks of 8 those that come after them too."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
     heads, positions = tokens.value_heads, records.shape[1]
+    narrow = pool.dtype == torch.bfloat16
     if positions > 16:
         shared_by = 3
-    elif pool.dtype == torch.bfloat16:
+    elif narrow:
         shared_by = 4
     elif size < 8:
         shared_by = 3
@@ -417,7 +419,7 @@ def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[lau
             heads // tokens.heads,
             size,
             max(8, triton.next_power_of_2(positions)),
-            shared_by * config.machine(pool.device).units,
+            (2 if narrow and size == 8 else 1) * shared_by * config.machine(pool.device).units,
         ),
         num_warps=4,
         registers=128 if shared_by == 4 else 168,

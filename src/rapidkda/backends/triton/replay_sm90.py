@@ -174,16 +174,84 @@ def _stacked(k, q, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _partly(x, LANES: gl.constexpr):
-    """Sums of the rows of x [T, K] over what a thread has: [T LANES]."""
+def _lane_sums(x):
+    """Sums of the rows of x [T, 128] over what a lane has: [32 T]."""
     T: gl.constexpr = x.shape[0]
-    x = gl.sum(gl.reshape(x, [T, x.shape[1] // (4 * LANES), LANES, 4]), 3)
-    return gl.reshape(gl.sum(x, 1), [T * LANES])
+    return gl.reshape(gl.sum(gl.reshape(x, [T, 32, 4]), 2), [32 * T])
 
 
 @gluon.jit
-def _mixture(strength_s, sees_s, TOKENS: gl.constexpr):
-    """M over C M [2 T, T], transposed into [16, 16], twice on top of itself: for both parts of what they apply to."""
+def _shared_out(x, y, APART: gl.constexpr):
+    """Sums over pairs of lanes: those of x in the lower lane of each, those of y in the upper one."""
+    upper = (gl.arange(0, x.shape[0], x.type.layout) & APART) != 0
+    taken = gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=f,f,r", [gl.where(upper, x, y), gl.to_tensor(APART)],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.where(upper, y, x) + taken
+
+
+@gluon.jit
+def _halved(items, APART: gl.constexpr):
+    """`_shared_out` of the first half of the items with the second one."""
+    result = ()
+    for i in gl.static_range(len(items) // 2):
+        result += (_shared_out(items[i], items[len(items) // 2 + i], APART),)
+    return result
+
+
+@gluon.jit
+def _before(k, q, keys_s, decays_s):
+    """What keys and queries [T, K] see of the keys up to them [T, 2 T], every decay a product of those of single
+    tokens, and both, decayed from the state to their tokens. A warp has a token, of eight one in each half."""
+    T: gl.constexpr = k.shape[0]
+    LAYOUT: gl.constexpr = k.type.layout
+    if T == 8:
+        k_low, k = halves(k)
+        q_low, q = halves(q)
+        k_low, k = gl.convert_layout(k_low, LAYOUT), gl.convert_layout(k, LAYOUT)
+        q_low, q = gl.convert_layout(q_low, LAYOUT), gl.convert_layout(q, LAYOUT)
+    token = gl.arange(0, min(T, 4), gl.SliceLayout(1, LAYOUT))
+    of_keys = ()
+    of_queries = ()
+    for i in gl.static_range(T - 1, -1, -1):
+        seen = keys_s.slice(i, 1).load(LAYOUT)
+        decay = decays_s.slice(i, 1).load(LAYOUT)
+        of_key, of_query = _lane_sums(k * seen), _lane_sums(q * seen)
+        if T < 8:
+            own = gl.where((token >= i)[:, None], decay, 1.0)
+        elif i > 4:
+            own = gl.where((token >= i - 4)[:, None], decay, 1.0)
+        else:
+            own = decay
+        k *= own
+        q *= own
+        if T == 8:
+            key_low, query_low = gl.zeros_like(of_key), gl.zeros_like(of_query)
+            if i < 4:
+                key_low, query_low = _lane_sums(k_low * seen), _lane_sums(q_low * seen)
+                own = gl.where((token >= i)[:, None], decay, 1.0)
+                k_low *= own
+                q_low *= own
+            of_key, of_query = _shared_out(key_low, of_key, 16), _shared_out(query_low, of_query, 16)
+        of_keys = (of_key,) + of_keys
+        of_queries = (of_query,) + of_queries
+    sums = of_keys + of_queries
+    if T == 8:  # a lane has one sum in the end
+        sums = _halved(_halved(_halved(_halved(sums, 8), 4), 2), 1)
+        sees = gl.reshape(gl.permute(gl.reshape(sums[0], [4, 2, 16]), (1, 0, 2)), [8, 16])
+        k, q = gl.convert_layout(above(k_low, k), LAYOUT), gl.convert_layout(above(q_low, q), LAYOUT)
+    elif T == 4:
+        sees = gl.sum(gl.reshape(_halved(_halved(_halved(sums, 16), 8), 4)[0], [4, 8, 4]), 2)
+    else:
+        sees = gl.sum(gl.reshape(_halved(_halved(sums, 16), 8)[0], [2, 4, 8]), 2)
+    return sees, k, q
+
+
+@gluon.jit
+def _mix(strength_s, sees_s, high_s, low_s, TOKENS: gl.constexpr):
+    """M over C M [2 T, T], transposed into [16, 16], twice on top of itself: for both parts of what they apply to. In
+    two parts too, of which the lower one applies to upper parts alone."""
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     unit = gl.arange(0, 16, UNIT)
     strengths = scalars(strength_s, TOKENS)
@@ -202,7 +270,9 @@ def _mixture(strength_s, sees_s, TOKENS: gl.constexpr):
     mix = inverse + outer
     for _ in gl.static_range(16 - 2 * TOKENS):
         mix += (gl.zeros([16], gl.float32, UNIT),)
-    return stack(mix)
+    high, low = high_low(stack(mix))
+    high_s.store(high)
+    low_s.store(gl.where((gl.arange(0, 16, gl.SliceLayout(1, low.type.layout)) < 8)[:, None], low, 0.0))
 
 
 @gluon.jit
@@ -242,12 +312,12 @@ def replay_kernel(
     first_s, length_s, slots_s, accepted_s, pool_s, records_s, records_j,
     GATE: gl.constexpr, LOGITS: gl.constexpr, L2NORM: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr, FOLD: gl.constexpr,
-    AT_ONCE: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Apply the records that count, store the state where the new ones do not fit, run the tokens, record them.
 
     Grid (N * HEADS), WARPS warps. TOKENS (2, 4, 8) bounds the tokens of a request, FOLD (8, 16, 32) the records of a
-    slot. AT_ONCE: how many programs the device runs at once.
+    slot. AHEAD: how many programs ask L2 ahead.
     """
     LAZY: gl.constexpr = p_pool.dtype.element_ty == gl.bfloat16  # the state is read as it lies
     GROUPS: gl.constexpr = 2 if LAZY else 1  # of four neighbours in memory that a thread has
@@ -302,15 +372,8 @@ def replay_kernel(
     OWN_COPY: gl.constexpr = gl.DistributedLinearLayout(
         NEAR + ([[0, 32]] if LAZY else []), QUAD + [[4, 0], [8, 0], [16, 0]], [[32, 0], [64, 0]], [], [V, WIDTH]
     )
-    SHARE: gl.constexpr = max(1, TOKENS // WARPS)  # tokens of a warp
-    LANES: gl.constexpr = 32 // SHARE  # of a token
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [SHARE, LANES], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # a row a warp
     EACH: gl.constexpr = FOLD // WARPS  # records of a warp
-    WARP: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])  # a row a warp
-    PARTS: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1], [2 if TOKENS == 2 else 1, 2 if TOKENS == 8 else 4, 2 * TOKENS], [WARPS, 1, 1], [2, 1, 0]
-    )
-    TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 16 // TOKENS, max(1, TOKENS // 2), [2, 1, 0])
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)  # rows of bfloat16 for operands
     SMALL: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     copies_s = ()
@@ -339,7 +402,7 @@ def replay_kernel(
     p_q += spread(head // GROUP, q_h)
     p_v += spread(head, v_h)
     p_g += spread(head, g_h)
-    if gl.program_id(0) < AT_ONCE:
+    if gl.program_id(0) < AHEAD:
         _ask_ahead(
             p_q, p_k, p_v, p_g, p_records + head * (2 * K + V), p_first, p_length, p_slot, p_accepted, p_held,
             n, head, tokens, pool_rows, pad_slot, positions, q_t, k_t, v_t, g_t,
@@ -385,8 +448,8 @@ def replay_kernel(
         full = real & (taken + count > positions)
         base = gl.where(full, 0, taken)
     p_record = p_records + (spread(slot, records_s) + head * (2 * K + V))
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, WARP))
-    old_at = p_record + gl.arange(0, K, gl.SliceLayout(0, WARP))[None, :]
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, ROWS))
+    old_at = p_record + gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
     old_keys = ()
     old_decays = ()
     for i in gl.static_range(EACH):
@@ -441,25 +504,15 @@ def replay_kernel(
     gl.thread_barrier()
 
     # What tokens see of those before them; their keys and queries, decayed from the state to each
-    key_sees = ()
-    query_sees = ()
-    for i in gl.static_range(TOKENS - 1, -1, -1):
-        seen = keys_s.slice(i, 1).load(ROWS)
-        key_sees = (_partly(k * seen, LANES),) + key_sees
-        query_sees = (_partly(q * seen, LANES),) + query_sees
-        factor = gl.where((token >= i)[:, None], decays_s.slice(i, 1).load(ROWS), 1.0)
-        k *= factor
-        q *= factor
-    parts_s = gl.allocate_shared_memory(gl.float32, [TOKENS, LANES, 2 * TOKENS], TURNED)
-    parts_s.store(gl.reshape(stack(key_sees + query_sees), [TOKENS, LANES, 2 * TOKENS]))
+    sees, k, q = _before(k, q, keys_s, decays_s)
     sees_s = gl.allocate_shared_memory(gl.float32, [TOKENS, 2 * TOKENS], PLAIN)
-    sees_s.store(gl.sum(parts_s.load(PARTS), 1))
+    sees_s.store(sees)
 
     # K as an operand, both parts of it, and how much of the state is left
-    to_end = gl.full([WARPS, K], 1.0, gl.float32, WARP)
-    late = totals_s.slice(0, 1).load(WARP)
+    to_end = gl.full([WARPS, K], 1.0, gl.float32, ROWS)
+    late = totals_s.slice(0, 1).load(ROWS)
     for i in gl.static_range(1, WARPS):
-        warp_total = totals_s.slice(i, 1).load(WARP)
+        warp_total = totals_s.slice(i, 1).load(ROWS)
         late *= warp_total
         to_end *= gl.where((warp < i)[:, None], warp_total, 1.0)
     if LAZY:
@@ -504,11 +557,9 @@ def replay_kernel(
     elif full:
         u_high, u_low = _to_multiply(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, U_LEFT), LEFT)
 
-    high, low = high_low(_mixture(strength_s, sees_s, TOKENS))
     mix_high_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
     mix_low_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
-    mix_high_s.store(high)
-    mix_low_s.store(gl.where((gl.arange(0, 16, gl.SliceLayout(1, low.type.layout)) < 8)[:, None], low, 0.0))
+    _mix(strength_s, sees_s, mix_high_s, mix_low_s, TOKENS)
 
     sums = gl.zeros([16, V], gl.float32, READ)
     rest = sums  # of them, products of lower parts: neither waits for the other
