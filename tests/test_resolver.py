@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,26 @@ def test_forms_of_rollback_have_backends_of_their_own(installed: bool, monkeypat
     assert not any("a slot a position" in line for line in dispatch.load("cuda").unmet(replace(request, op="decode")))
     with pytest.raises(BackendUnavailable, match=r"cannot run verify here(.|\n)*" + re.escape(reason)):
         resolve(request, "cuda", "argument")
+
+
+@pytest.mark.parametrize(
+    ("fastest", "terms"),
+    [
+        ("triton", {"records": 8}),
+        ("cuda", {"records": 9}),
+        ("triton", {"records": 16, "deferred": True}),
+        ("triton", {"records": 32, "most_tokens": 8, "deferred": True}),
+        ("cuda", {"records": 32, "most_tokens": 9, "deferred": True}),
+        ("cuda", {"records": 33, "most_tokens": 2, "deferred": True}),
+        ("cuda", {"state_v_first": False}),
+    ],
+)
+def test_replay_goes_where_its_sizes_run_fastest(
+    fastest: str, terms: dict[str, Any], installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "_GLUON", True)
+    request = Request("verify", DEVICES["9.0"], **terms)
+    assert resolve(request).name == (fastest if installed else "torch")
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -361,9 +382,12 @@ def test_a_verification_says_how_its_drafts_are_undone(monkeypatch: pytest.Monke
     records, slots, accepted = torch.zeros(3, 1, 2, 48), torch.tensor([1]), torch.tensor([0])
     given = {"segments": one, "state": state, "accepted": accepted, "lower_bound": -1.0, "backend": "torch"}
     rapidkda.verify(x, x, x, x, x[..., 0], slots=slots[:, None], **given)
-    rapidkda.verify(x, x, x, x, x[..., 0], slots=slots, records=records, **given)
+    rapidkda.verify(x, x, x, x, x[..., 0], slots=slots, records=records, state_v_first=False, **given)
     rapidkda.commit(state=state, records=records, held=None, slots=slots, accepted=accepted, backend="torch")
     assert [request.rollback for request in asked] == ["slots", "replay", "replay"]
+    assert [request.records for request in asked] == [None, 1, 1]
+    assert [request.most_tokens for request in asked] == [1, 1, None]
+    assert [request.state_v_first for request in asked] == [True, False, True]
 
 
 def test_a_choice_made_earlier_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,9 @@ class Request:
     neg_eigval: bool = False  # the sigmoid of beta doubled
     rollback: Rollback = "replay"  # of verify; a commit belongs to replay
     deferred: bool = False  # replay that stores states only where records are full (`held`)
+    state_v_first: bool = True
+    records: int | None = None  # of a slot, with replay; None: not known
+    most_tokens: int | None = None  # of a request of verify; None: not known
 
 
 class Backend(Protocol):

@@ -27,6 +27,9 @@ def choose(
     requires_grad: bool = False,
     rollback: Rollback = "replay",
     deferred: bool = False,
+    state_v_first: bool = True,
+    records: int | None = None,
+    most_tokens: int | None = None,
 ) -> Backend:
     """The backend for a KDA call on these tokens and this state pool."""
     request = Request(
@@ -47,6 +50,9 @@ def choose(
         neg_eigval=tokens.beta_scale != 1.0,
         rollback=rollback,
         deferred=deferred,
+        state_v_first=state_v_first,
+        records=records,
+        most_tokens=most_tokens,
     )
     return resolved(request, backend, _variable(op))
 

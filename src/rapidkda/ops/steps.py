@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import checks, env
@@ -363,7 +362,17 @@ def verify(
         if out is not None:
             bind.output(out, tuple(v.shape), "[T, HV, V]", v, inputs)
         rollback: Rollback = "slots" if records is None else "replay"
-        chosen = choose("verify", tokens, state, backend, rollback=rollback, deferred=held is not None)
+        chosen = choose(
+            "verify",
+            tokens,
+            state,
+            backend,
+            rollback=rollback,
+            deferred=held is not None,
+            state_v_first=state_v_first,
+            records=None if records is None else most,
+            most_tokens=segments.max_length,
+        )
         kind = kinds.keep(key, kinds.Kind(chosen, terms, covered))
     else:
         if out is not None:
@@ -439,7 +448,14 @@ def commit(
         # The verifications that left the records are not known here: asked is the least that any of them may have.
         device = Device.of(state.device)
         request = Request(
-            "verify", device, torch.bfloat16, key_dim, value_dim, "bounded", state.dtype, deferred=held is not None
+            "verify",
+            device,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            state_dtype=state.dtype,
+            deferred=held is not None,
+            state_v_first=state_v_first,
+            records=records.shape[1],
         )
         kind = kinds.keep(key, kinds.Kind(resolved(request, backend, env.DECODE_BACKEND)))
     elif kind.repeats(given, None, None):

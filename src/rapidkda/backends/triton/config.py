@@ -26,6 +26,9 @@ _LEAST_NVIDIA = 99 << 10
 _LEAST_AMD = 64 << 10
 _GLUON = triton.__version__.startswith("3.6.")  # the version that it was written for; the language is experimental
 _SCRATCH = 24 << 10  # layout conversions, beside the pipelined tiles
+# The most that verification by replay in Gluon takes
+REPLAY_TOKENS = 8  # of a request
+REPLAY_RECORDS = 32  # of a slot
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,34 @@ def machine(device: torch.device) -> Machine:
     return Machine.of(Device.of(device), units)
 
 
-def replays(where: Machine, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    """Whether verification by replay has a kernel in Gluon for such tokens."""
-    return where.gluon and dtype in (torch.bfloat16, torch.float16) and (key_dim, value_dim) == (128, 128)
+def replays(
+    where: Machine, dtype: torch.dtype, key_dim: int, value_dim: int, state_v_first: bool, records: int | None
+) -> bool:
+    """Whether verification by replay has a kernel in Gluon for such tokens, states and records of a slot."""
+    return (
+        where.gluon
+        and dtype in (torch.bfloat16, torch.float16)
+        and (key_dim, value_dim) == (128, 128)
+        and state_v_first
+        and (records or 0) <= REPLAY_RECORDS
+    )
 
 
 def leads(request: Request) -> bool:
-    """The same of a request, which knows neither the layout of states nor how many tokens and records there will be."""
+    """Whether that kernel serves a request, as far as is known."""
     if request.op != "verify" or request.rollback != "replay":
         return False
-    return replays(Machine.of(request.device, 1), request.dtype, request.key_dim, request.value_dim)
+    longest = request.records or 0  # tokens of a request fit the records in any case
+    if request.deferred:
+        longest = min(longest, request.most_tokens or 0)
+    return longest <= REPLAY_TOKENS and replays(
+        Machine.of(request.device, 1),
+        request.dtype,
+        request.key_dim,
+        request.value_dim,
+        request.state_v_first,
+        request.records,
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -35,7 +35,6 @@ from .blocks import (
 )
 
 SM90_ROWS = 16  # value rows of a program in Gluon: those of a product of the matrix units
-SM90_RECORDS = 32  # the most of a slot that replay in Gluon takes
 
 
 @triton.jit
@@ -358,10 +357,15 @@ def _fits_gluon(call: VerifyCall, records: Tensor) -> bool:
     """Whether the kernel in Gluon takes calls like this one, if their requests are short enough."""
     tokens, pool = call.tokens, call.pool
     return (
-        config.replays(config.machine(pool.device), tokens.q.dtype, tokens.key_dim, tokens.value_dim)
-        and call.state_v_first
+        config.replays(
+            config.machine(pool.device),
+            tokens.q.dtype,
+            tokens.key_dim,
+            tokens.value_dim,
+            call.state_v_first,
+            records.shape[1],
+        )
         and pool.stride(0) % 16 == 0
-        and records.shape[1] <= SM90_RECORDS
     )
 
 
