@@ -57,6 +57,12 @@ def steps_of_a_short_schedule(target: Target, state_dtype: torch.dtype) -> None:
     _Schedule(target, 2, 4, state_dtype).run(6 if target.interpreted else 24)
 
 
+@case("deferred", slow_when_interpreted=True, most=(2, 4), state_dtype=STATE_DTYPES)
+def every_step_with_many_records(target: Target, most: int, state_dtype: torch.dtype) -> None:
+    """Short steps with 32 records, of requests that stay until these are full."""
+    _Schedule(target, most, 32, state_dtype).run(96 // most, leaving=0.05)
+
+
 class _Schedule:
     """Every request's story, told beside the calls: what they must leave in memory is known after each of them."""
 
@@ -67,7 +73,7 @@ class _Schedule:
         self.state_dtype = state_dtype
         self.seen = {"stored": 0, "deferred": 0}
 
-    def run(self, steps: int) -> None:
+    def run(self, steps: int, leaving: float = 0.3) -> None:
         shape = Shape("schedule", (steps * self.most,) * REQUESTS, 2)
         self.inputs = make_inputs(shape, "slow", dtype=self.target.dtype, device=self.target.device, seed=65)
         self.requests = Speculation(
@@ -79,7 +85,7 @@ class _Schedule:
         ]
         for _ in range(steps):
             self.step()
-            if self.random.random() < 0.3:
+            if self.random.random() < leaving:
                 self.leave([self.random.random() < 0.5 for _ in self.stories])
         self.leave([True] * REQUESTS)
         self.requests.unchanged()

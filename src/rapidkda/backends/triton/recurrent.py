@@ -388,10 +388,10 @@ def _bind_replays(call: VerifyCall, records: Tensor, gluon: bool) -> list[launch
 
 
 def _bind_replay_sm90(call: VerifyCall, records: Tensor, size: int) -> tuple[launch.Launch]:
-    """Chunks of `size` tokens, in Gluon. How many programs share a multiprocessor, as was measured best: four with
-    bfloat16 states and with float32 ones of chunks of 8, whose copies take turns in shared memory; three with smaller
-    chunks or more than 16 records; two with chunks of 8 where every step stores the states. As many ask L2 ahead, with
-    bfloat16 states and chunks of 8 those that come after them too."""
+    """Chunks of `size` tokens, in Gluon. How many programs share a multiprocessor, as was measured best: three with
+    more than 16 records; else four with bfloat16 states; with float32 ones four with chunks of 8, but two where every
+    step stores the states, and three with smaller chunks. As many ask L2 ahead, with bfloat16 states and chunks of 8
+    also those that come next."""
     tokens, segments, pool = call.tokens, call.segments, call.pool
     heads, positions = tokens.value_heads, records.shape[1]
     narrow = pool.dtype == torch.bfloat16

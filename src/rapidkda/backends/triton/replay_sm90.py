@@ -19,11 +19,12 @@ All are products of the matrix units, of operands in two bfloat16 parts each, 16
 
 What programs compete for is the unit that all accesses to shared and global memory pass, one line of 128 bytes a cycle.
 So the state comes in copies of whole lines, and the order of values in operands (rearrange.py) is such that a thread
-moves 16 bytes of neighbours whatever it reads or writes. Copies are asked for one after another while everything that
+moves 16 bytes of states, records, values and outputs at once. Copies are asked for bit by bit while everything that
 needs no state is computed; all at once they would delay the tokens, which are needed first.
 
 The programs that the device runs first ask L2 for what they will need, before it is this kernel's turn. Nothing of that
-is used: whatever a table says by then, it is read again.
+is used: whatever a table says by then, it is read again. Those that come next may ask, too: all at once, before they
+read one thing after another.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -92,6 +93,7 @@ def _at(p, offset):
 
 @gluon.jit
 def _one_of(index, a, b, c, d):
+    """The one of four that an index names."""
     return gl.where(index == 0, a, gl.where(index == 1, b, gl.where(index == 2, c, d)))
 
 
@@ -182,7 +184,8 @@ def _lane_sums(x):
 
 @gluon.jit
 def _shared_out(x, y, APART: gl.constexpr):
-    """Sums over pairs of lanes: those of x in the lower lane of each, those of y in the upper one."""
+    """Sums over pairs of lanes: those of x in the lower lane of each, those of y in the upper one. Both are of one
+    element a thread, whose place is its lane, then its warp."""
     upper = (gl.arange(0, x.shape[0], x.type.layout) & APART) != 0
     taken = gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=f,f,r", [gl.where(upper, x, y), gl.to_tensor(APART)],
@@ -219,20 +222,20 @@ def _before(k, q, keys_s, decays_s):
         decay = decays_s.slice(i, 1).load(LAYOUT)
         of_key, of_query = _lane_sums(k * seen), _lane_sums(q * seen)
         if T < 8:
-            own = gl.where((token >= i)[:, None], decay, 1.0)
+            factor = gl.where((token >= i)[:, None], decay, 1.0)
         elif i > 4:
-            own = gl.where((token >= i - 4)[:, None], decay, 1.0)
+            factor = gl.where((token >= i - 4)[:, None], decay, 1.0)
         else:
-            own = decay
-        k *= own
-        q *= own
+            factor = decay
+        k *= factor
+        q *= factor
         if T == 8:
             key_low, query_low = gl.zeros_like(of_key), gl.zeros_like(of_query)
             if i < 4:
                 key_low, query_low = _lane_sums(k_low * seen), _lane_sums(q_low * seen)
-                own = gl.where((token >= i)[:, None], decay, 1.0)
-                k_low *= own
-                q_low *= own
+                factor = gl.where((token >= i)[:, None], decay, 1.0)
+                k_low *= factor
+                q_low *= factor
             of_key, of_query = _shared_out(key_low, of_key, 16), _shared_out(query_low, of_query, 16)
         of_keys = (of_key,) + of_keys
         of_queries = (of_query,) + of_queries
@@ -319,13 +322,15 @@ def replay_kernel(
     Grid (N * HEADS), WARPS warps. TOKENS (2, 4, 8) bounds the tokens of a request, FOLD (8, 16, 32) the records of a
     slot. AHEAD: how many programs ask L2 ahead.
     """
+    gl.static_assert((K == 128) & (V == 128), "layouts are of heads of 128")
     LAZY: gl.constexpr = p_pool.dtype.element_ty == gl.bfloat16  # the state is read as it lies
     GROUPS: gl.constexpr = 2 if LAZY else 1  # of four neighbours in memory that a thread has
     WIDTH: gl.constexpr = 64 if LAZY else 32  # channels of a copy, a line of each value
     COPIES: gl.constexpr = K // WIDTH
-    # Places for copies in shared memory. Two leave room for another program, but later copies wait for earlier ones
+    # Places for copies in shared memory. Two of float32 states leave room for more programs, but the copies that follow
+    # wait until every warp has read the first ones. How many programs that makes: _bind_replay_sm90 in recurrent.py
     PLACES: gl.constexpr = 2 if p_held is not None and (TOKENS == 8 or FOLD > 8) else COPIES
-    AT_FIRST: gl.constexpr = 1 if LAZY else 2  # copies that are asked for as soon as the slot is known
+    AT_FIRST: gl.constexpr = 1 if LAZY else 2  # copies that are asked for right behind the loads of all else
     STACKED: gl.constexpr = TOKENS < 8  # both parts of X are rows of one operand
     X_ROWS: gl.constexpr = 16 if STACKED else 32  # of both parts
     QUERY: gl.constexpr = TOKENS if STACKED else 0  # the first row of outputs in eight
