@@ -185,6 +185,22 @@ def verify_after_verify(target: Target, form: str, regime: str, dtype: torch.dty
 
 
 @case("verify", form=("replay", "deferred"))
+def records_are_what_they_are_said_to_be(target: Target, form: str) -> None:
+    """Key, log decay, correction: the definition folds them into the state, so another backend may go on from them."""
+    inputs = make_inputs(Shape("records", (4, 3, 1), 2), "slow", dtype=target.dtype, device=target.device, seed=26)
+    run = Speculation(target, inputs, form)
+    run.step(inputs, inputs.segments, [0] * 3)
+    key_dim, value_dim = inputs.q.shape[2], inputs.v.shape[2]
+    folded = []
+    for (_, count), slot, state in zip(inputs.spans, run.first, inputs.states, strict=True):
+        folded.append(state.double())
+        for record in run.records.view[slot, :count].double():
+            key, log_decay, correction = record.split((key_dim, key_dim, value_dim), 1)
+            folded[-1] = folded[-1] * log_decay.exp()[:, None] + correction[:, :, None] * key[:, None]
+    within("states", worst_state_error(torch.stack(folded), inputs.expected()[1]), target.case_bar().state)
+
+
+@case("verify", form=("replay", "deferred"))
 def a_pool_of_no_slots(target: Target, form: str) -> None:
     """Rows of padding alone: there is nothing to read, and their outputs are zero."""
     inputs = make_inputs(Shape("padding", (3, 2), 2), "slow", dtype=target.dtype, device=target.device, seed=24)

@@ -75,4 +75,4 @@ def test_joined_and_split() -> None:
     assert same(run("above", x, y), torch.cat([x, y]))
     assert same(run("twice", x), torch.cat([x, x], 1))
     assert all(map(same, run("halves", torch.cat([x, y])), (x, y)))
-    assert all(map(same, run("beside", torch.cat([x, y], 1)), (x, y)))
+    assert all(map(same, run("sides", torch.cat([x, y], 1)), (x, y)))

@@ -76,7 +76,7 @@ def halves(x):
 
 
 @gluon.jit
-def beside(x):
+def sides(x):
     """The left and the right half of the columns of x."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 

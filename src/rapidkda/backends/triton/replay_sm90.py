@@ -19,7 +19,7 @@ All are products of the matrix units, of operands in two bfloat16 parts each, 16
 
 What programs compete for is the unit that all accesses to shared and global memory pass, one line of 128 bytes a cycle.
 So the state comes in copies of whole lines, and the order of values in operands (rearrange.py) is such that a thread
-moves 16 bytes of states, records, values and outputs at once. Copies are asked for bit by bit while everything that
+moves 16 bytes of states, records, values and outputs at once. Copies are asked for in turn while everything that
 needs no state is computed; all at once they would delay the tokens, which are needed first.
 
 The programs that the device runs first ask L2 for what they will need, before it is this kernel's turn. Nothing of that
@@ -55,13 +55,13 @@ from .rearrange import (
     above,
     as_values,
     at_columns,
-    beside,
     halves,
     in_memory,
     in_order,
     in_tiles,
     out_of_tiles,
     scalars,
+    sides,
     stack,
     twice,
 )
@@ -80,7 +80,7 @@ def _copy(copy_s, p_copy, real):
 
 
 @gluon.jit
-def _to_store(p_u, records_j, taken, V: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr):
+def _corrections(p_u, records_j, taken, V: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr):
     """Corrections [V, FOLD] of the records that count, at p_u."""
     j = gl.arange(0, FOLD, gl.SliceLayout(0, LAYOUT))
     row = gl.arange(0, V, gl.SliceLayout(1, LAYOUT))
@@ -214,7 +214,7 @@ def _piece(copy_s, piece: gl.constexpr, LAYOUT: gl.constexpr):
     """A piece of a state [V, PIECE] out of a copy, which holds one or two. What is not used is not loaded."""
     copy = copy_s.load(LAYOUT)
     if copy.shape[1] > PIECE:
-        copy = beside(copy)[piece % 2]
+        copy = sides(copy)[piece % 2]
     return copy
 
 
@@ -385,7 +385,7 @@ def replay_kernel(
         base = gl.where(full, 0, taken)
     p_record = p_records + (spread(slot, records_s) + head * (2 * K + V))
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, ROWS))
-    old_at = p_record + gl.arange(0, K, gl.SliceLayout(0, ROWS))[None, :]
+    old_at = p_record + channel[None, :]
     old_keys = ()
     old_decays = ()
     for i in gl.static_range(EACH):
@@ -399,7 +399,7 @@ def replay_kernel(
         u_at = p_record + 2 * K + spread(j, records_j)[:, None] + gl.arange(0, V, gl.SliceLayout(0, U_RIGHT))[None, :]
         old_u = gl.load(u_at, mask=(j < taken)[:, None], other=0.0)
     else:
-        old_u = _to_store(p_record + 2 * K, records_j, taken, V, FOLD, U_LEFT)
+        old_u = _corrections(p_record + 2 * K, records_j, taken, V, FOLD, U_LEFT)
     # The compiler would move copies before loads, which would wait for them in line, and what uses the loads before the
     # copies. The barrier stops the one, the branch on `some` the other.
     gl.thread_barrier()
@@ -491,7 +491,7 @@ def replay_kernel(
     if not LAZY:
         u_high, u_low = _to_multiply(old_u, LEFT)
     elif full:
-        u_high, u_low = _to_multiply(_to_store(p_record + 2 * K, records_j, taken, V, FOLD, U_LEFT), LEFT)
+        u_high, u_low = _to_multiply(_corrections(p_record + 2 * K, records_j, taken, V, FOLD, U_LEFT), LEFT)
 
     mix_high_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
     mix_low_s = gl.allocate_shared_memory(gl.bfloat16, [16, 16], SMALL)
